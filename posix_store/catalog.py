@@ -1,0 +1,255 @@
+"""What is in a namespace: every writer's segments, found and followed through their journals.
+
+The catalog of a process is a cache of the directory. `refresh` lists it, reads what has been appended
+since the last look, and forgets segments whose file is gone. Nobody is told anything by anybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from posix_store.index import Index
+from posix_store.root import StoreRoot
+from posix_store.segment import (
+    EVICT,
+    JOURNAL_MAGIC,
+    PUT,
+    RECORD_BYTES,
+    SEAL,
+    SEGMENT_HEADER_BYTES,
+    FormatError,
+    SegmentName,
+    decode_header,
+    decode_records,
+)
+from posix_store.shards import ShardAssembler
+
+logger = logging.getLogger(__name__)
+
+MISS_MAX_AGE = 0.02
+"""Seconds for which the last look at the directory answers for blocks that are not known."""
+HIT_MAX_AGE = 1.0
+"""Seconds for which it answers, in loads and dumps, for blocks that are: others may have deleted them."""
+_READ_BYTES = 64 << 20
+
+
+@dataclass
+class SegmentInfo:
+    """A segment known to this process. `number` is its place in the catalog, never reused."""
+
+    name: SegmentName
+    number: int
+    uid: bytes
+    own: bool
+    read: int = RECORD_BYTES
+    sealed: bool = False
+    dropped: bool = False
+
+
+@dataclass
+class CatalogCounters:
+    """Counts since the process opened the namespace."""
+
+    refreshes: int = 0
+    damaged_records: int = 0
+    damaged_journals: int = 0
+    truncated_blocks: int = 0
+    vanished_segments: int = 0
+
+
+class Catalog:
+    """Segments of one namespace and the index of their blocks. Thread-safe."""
+
+    def __init__(self, root: StoreRoot, namespace: str) -> None:
+        self.index = Index()
+        self.counters = CatalogCounters()
+        self._root = root
+        self._calls = root.syscalls
+        self._namespace = namespace
+        self._digest = bytes.fromhex(namespace)
+        self._directory = root.namespace_path(namespace)
+        self._lock = threading.Lock()
+        self._segments: list[SegmentInfo] = []
+        self._by_name: dict[SegmentName, SegmentInfo] = {}
+        self._by_uid: dict[bytes, SegmentInfo] = {}
+        self._ignored: dict[str, int] = {}
+        self._assembler = ShardAssembler()
+        self._evicted_early: set[tuple[bytes, int]] = set()
+        self._looked_at = float("-inf")
+
+    def segment(self, number: int) -> SegmentInfo:
+        return self._segments[number]
+
+    @property
+    def segments(self) -> list[SegmentInfo]:
+        """Every segment that is not gone."""
+        return [segment for segment in self._segments if not segment.dropped]
+
+    @property
+    def incomplete_blocks(self) -> int:
+        """Blocks of which some shards are not recorded yet."""
+        return len(self._assembler)
+
+    def path(self, segment: SegmentInfo) -> str:
+        return os.path.join(self._directory, segment.name.data)
+
+    def add_own(self, name: SegmentName, uid: bytes) -> int:
+        """Register a segment that this process writes: its journal need not be read."""
+        with self._lock:
+            return self._add(name, uid, own=True).number
+
+    def publish_own(self, segment_number: int, records: np.ndarray) -> None:
+        """Make records that this process has just appended visible to its own look-ups."""
+        with self._lock:
+            segment = self._segments[segment_number]
+            if not segment.dropped:
+                self._apply_puts(segment, records)
+
+    def drop_segment(self, number: int) -> None:
+        """Forget a segment, whose file is gone or is not what its journal says."""
+        with self._lock:
+            self._drop(self._segments[number])
+
+    def refresh(self, max_age: float = MISS_MAX_AGE) -> bool:
+        """Look at the directory unless that was done in the last `max_age` seconds; True when it was.
+
+        Never raises: what cannot be read now is tried again next time.
+        """
+        if time.monotonic() - self._looked_at < max_age:
+            return False
+        with self._lock:
+            if time.monotonic() - self._looked_at < max_age:
+                return False
+            self._refresh()
+            self._looked_at = time.monotonic()
+            return True
+
+    # -- callers hold the lock ----------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        self.counters.refreshes += 1
+        try:
+            names = set(self._calls.listdir(self._directory))
+        except FileNotFoundError:
+            names = set()
+        except OSError as error:
+            logger.warning("cannot list %s: %s", self._directory, error)
+            return
+        for segment in self._segments:
+            if not segment.dropped and segment.name.data not in names:
+                self.counters.vanished_segments += 1
+                self._drop(segment)
+        evictions: list[np.ndarray] = []
+        for file_name in sorted(names):
+            parsed = SegmentName.parse(file_name)
+            if parsed and parsed[1] == "idx" and parsed[0].data in names:
+                evictions += self._follow(parsed[0])
+        # An eviction always follows the put it undoes, but may stand in a journal that was read before.
+        for records in evictions:
+            self._apply_evictions(records)
+
+    def _follow(self, name: SegmentName) -> list[np.ndarray]:
+        """Read what is new in one journal and apply its puts; its EVICT records are returned."""
+        known = self._by_name.get(name)
+        if known is not None and (known.own or known.sealed or known.dropped):
+            return []
+        path = os.path.join(self._directory, name.journal)
+        try:
+            size = self._calls.stat(path).st_size
+            if size < RECORD_BYTES or size == self._ignored.get(name.stem):
+                return []
+            if known is not None and size < known.read + RECORD_BYTES:
+                return []
+            return self._read_journal(name, path, size)
+        except FormatError as error:
+            self.counters.damaged_journals += 1
+            self._ignored[name.stem] = size
+            logger.warning("ignoring %s: %s", path, error)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("cannot read %s: %s", path, error)
+        return []
+
+    def _read_journal(self, name: SegmentName, path: str, size: int) -> list[np.ndarray]:
+        fd = self._calls.open(path, os.O_RDONLY)
+        try:
+            segment = self._by_name.get(name)
+            if segment is None:
+                uid = decode_header(self._calls.pread(fd, RECORD_BYTES, 0), JOURNAL_MAGIC, self._digest)
+                segment = self._add(name, uid, own=False)
+            evictions = []
+            while segment.read < size:
+                data = self._calls.pread(fd, min(_READ_BYTES, size - segment.read), segment.read)
+                records, consumed, damaged = decode_records(data)
+                if not consumed:
+                    break
+                evictions += self._apply(segment, records)
+                segment.read += consumed
+                self.counters.damaged_records += damaged
+        finally:
+            self._calls.close(fd)
+        return evictions
+
+    def _add(self, name: SegmentName, uid: bytes, own: bool) -> SegmentInfo:
+        segment = SegmentInfo(name, len(self._segments), uid, own)
+        self._segments.append(segment)
+        self._by_name[name] = segment
+        self._by_uid[uid] = segment
+        return segment
+
+    def _drop(self, segment: SegmentInfo) -> None:
+        if segment.dropped:
+            return
+        segment.dropped = True
+        self.index.drop_segment(segment.number)
+        self._assembler.forget(segment.name.writer)
+
+    def _apply(self, segment: SegmentInfo, records: np.ndarray) -> list[np.ndarray]:
+        kind = records["kind"]
+        puts = records[kind == PUT]
+        if len(puts):
+            self._apply_puts(segment, self._backed(segment, puts))
+        if (kind == SEAL).any():
+            segment.sealed = True
+        evictions = records[kind == EVICT]
+        return [evictions] if len(evictions) else []
+
+    def _backed(self, segment: SegmentInfo, puts: np.ndarray) -> np.ndarray:
+        """The puts whose bytes lie within the segment file as it is now."""
+        size = self._calls.stat(self.path(segment)).st_size
+        end = puts["offset"] + puts["length"]
+        whole = (
+            (end <= size) & (puts["offset"] >= SEGMENT_HEADER_BYTES) & (puts["shard"] <= puts["last_shard"])
+        )
+        self.counters.truncated_blocks += int((~whole).sum())
+        return puts[whole]
+
+    def _apply_puts(self, segment: SegmentInfo, puts: np.ndarray) -> None:
+        for complete in self._assembler.complete(segment.name.writer, segment.number, puts):
+            self.index.put(complete)
+        if self._evicted_early:
+            self._retry_evictions(segment)
+
+    def _apply_evictions(self, records: np.ndarray) -> None:
+        for uid in np.unique(records["parent"]):
+            of_uid = records["offset"][records["parent"] == uid].astype(np.int64)
+            segment = self._by_uid.get(uid.tobytes())
+            if segment is None:
+                known = np.zeros(len(of_uid), bool)
+            else:
+                known = self.index.drop_at(segment.number, of_uid)
+            self._evicted_early.update((uid.tobytes(), int(offset)) for offset in of_uid[~known])
+
+    def _retry_evictions(self, segment: SegmentInfo) -> None:
+        waiting = [key for key in self._evicted_early if key[0] == segment.uid]
+        if waiting:
+            offsets = np.array([offset for _, offset in waiting], np.int64)
+            known = self.index.drop_at(segment.number, offsets)
+            self._evicted_early.difference_update(key for key, hit in zip(waiting, known, strict=True) if hit)

@@ -1,0 +1,112 @@
+"""Open segment files for reading: each checked once, a bounded number open at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+
+from posix_store.catalog import Catalog
+from posix_store.engine import reason_of
+from posix_store.errors import Reason
+from posix_store.segment import RECORD_BYTES, SEGMENT_MAGIC, FormatError, decode_header
+from posix_store.syscalls import Syscalls
+
+logger = logging.getLogger(__name__)
+
+
+class SegmentFiles:
+    """File descriptors by segment number. Thread-safe.
+
+    Args:
+        limit: how many stay open while nobody uses them.
+    """
+
+    def __init__(self, catalog: Catalog, namespace: str, syscalls: Syscalls, limit: int = 128) -> None:
+        self._catalog = catalog
+        self._digest = bytes.fromhex(namespace)
+        self._calls = syscalls
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._open: OrderedDict[int, int] = OrderedDict()
+        self._users: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def opened(self, numbers: np.ndarray) -> Iterator[tuple[dict[int, int], dict[int, Reason]]]:
+        """Descriptors of segments for the body of the `with`, and reasons for those that cannot be had.
+
+        A segment whose file is gone or is another's is dropped from the catalog.
+        """
+        held: dict[int, int] = {}
+        failed: dict[int, Reason] = {}
+        try:
+            for number in numbers.tolist():
+                try:
+                    held[number] = self._acquire(number)
+                except FormatError as error:
+                    failed[number] = Reason.NAMESPACE
+                    self._refuse(number, str(error))
+                except OSError as error:
+                    failed[number] = reason_of(error)
+                    if failed[number] is Reason.EVICTED:
+                        self._refuse(number, str(error))
+            yield held, failed
+        finally:
+            for number in held:
+                self._release(number)
+
+    def read_ahead(self, fd: int, offset: int, length: int) -> None:
+        """Ask the kernel to read a range into the page cache. Best effort."""
+        try:
+            self._calls.fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+        except OSError as error:
+            logger.debug("no read-ahead: %s", error)
+
+    def close(self) -> None:
+        """Close what nobody uses."""
+        with self._lock:
+            self._close_down_to(0)
+
+    def _acquire(self, number: int) -> int:
+        with self._lock:
+            if number not in self._open:
+                self._open[number] = self._open_checked(number)
+            self._open.move_to_end(number)
+            self._users[number] = self._users.get(number, 0) + 1
+            return self._open[number]
+
+    def _open_checked(self, number: int) -> int:
+        segment = self._catalog.segment(number)
+        fd = self._calls.open(self._catalog.path(segment), os.O_RDONLY)
+        try:
+            uid = decode_header(self._calls.pread(fd, RECORD_BYTES, 0), SEGMENT_MAGIC, self._digest)
+            if uid != segment.uid:
+                raise FormatError(f"segment is {uid.hex()}, its journal says {segment.uid.hex()}")
+        except BaseException:
+            self._calls.close(fd)
+            raise
+        return fd
+
+    def _release(self, number: int) -> None:
+        with self._lock:
+            self._users[number] -= 1
+            if not self._users[number]:
+                del self._users[number]
+            self._close_down_to(self._limit)
+
+    def _close_down_to(self, limit: int) -> None:
+        idle = [number for number in self._open if number not in self._users]
+        gone = [number for number in idle if self._catalog.segment(number).dropped]
+        for number in gone + idle[: max(0, len(self._open) - limit)]:
+            if number in self._open:
+                with contextlib.suppress(OSError):
+                    self._calls.close(self._open.pop(number))
+
+    def _refuse(self, number: int, why: str) -> None:
+        logger.warning("forgetting segment %s: %s", self._catalog.segment(number).name.data, why)
+        self._catalog.drop_segment(number)

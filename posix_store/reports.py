@@ -1,0 +1,156 @@
+"""What an operator sees of a namespace: numbers, and a check of every byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posix_store.buffers import scratch
+from posix_store.catalog import Catalog
+from posix_store.counters import Counters
+from posix_store.engine import Engine
+from posix_store.errors import Reason
+from posix_store.files import SegmentFiles
+from posix_store.index import Entries
+from posix_store.reclaim import is_live
+from posix_store.root import StoreRoot
+from posix_store.transfer import plan
+
+_BATCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A namespace of a store, as one process sees it. Sizes are in bytes."""
+
+    root: str
+    namespace: str
+    blocks: int
+    """Complete blocks that can be loaded."""
+    incomplete_blocks: int
+    """Blocks of which some shards are not recorded yet."""
+    payload_bytes: int
+    segments: int
+    live_writers: int
+    """Segments that a living process still appends to (of this machine, where locks are local)."""
+    allocated_bytes: int
+    """What the file system has allocated to the whole root, preallocated space included."""
+    capacity: int
+    index_memory_bytes: int
+    read_only_because: str | None
+    counters: dict[str, Any] = field(default_factory=dict)
+    catalog: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class VerifyReport:
+    """Outcome of reading every block of a namespace; shards count as blocks."""
+
+    blocks: int = 0
+    bytes: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+    """Blocks that could not be read back as they were dumped, by reason."""
+    examples: list[str] = field(default_factory=list)
+    """Ids (hex) of some bad blocks, with segment file and offset."""
+    damaged_records: int = 0
+    """Journal records that failed their checksum: their blocks are not found any more."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.bad and not self.damaged_records
+
+
+def store_stats(root: StoreRoot, namespace: str, catalog: Catalog, counters: Counters) -> StoreStats:
+    """Numbers of a namespace. Raises `OSError` when the root cannot be listed."""
+    segments = catalog.segments
+    return StoreStats(
+        root=root.path,
+        namespace=namespace,
+        blocks=len(catalog.index),
+        incomplete_blocks=catalog.incomplete_blocks,
+        payload_bytes=catalog.index.bytes,
+        segments=len(segments),
+        live_writers=sum(
+            _has_writer(root, catalog.path(segment)) for segment in segments if not segment.sealed
+        ),
+        allocated_bytes=root.allocated_bytes(),
+        capacity=root.current_capacity(),
+        index_memory_bytes=catalog.index.memory_bytes,
+        read_only_because=root.read_only_because,
+        counters=counters.snapshot(),
+        catalog=asdict(catalog.counters),
+    )
+
+
+def _has_writer(root: StoreRoot, path: str) -> bool:
+    try:
+        fd = root.syscalls.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return is_live(root.syscalls, fd)
+    finally:
+        root.syscalls.close(fd)
+
+
+def verify_blocks(
+    catalog: Catalog, files: SegmentFiles, engine: Engine, progress: Callable[[int, int], None] | None
+) -> VerifyReport:
+    """Read and check all blocks, segment by segment."""
+    entries = catalog.index.entries()
+    report = VerifyReport(damaged_records=catalog.counters.damaged_records)
+    for batch in _batches(entries):
+        _verify_batch(catalog, files, engine, entries.take(batch), report)
+        if progress:
+            progress(report.blocks, len(entries))
+    return report
+
+
+def _batches(entries: Entries) -> list[np.ndarray]:
+    """Rows of entries in batches of one segment, one length, and a bounded number of bytes."""
+    batches = []
+    keys = np.stack([entries.at.segment, entries.at.length], axis=1)
+    for key in np.unique(keys, axis=0):
+        rows = np.flatnonzero((keys == key).all(axis=1))
+        each = max(1, _BATCH_BYTES // int(key[1]))
+        batches += [rows[start : start + each] for start in range(0, len(rows), each)]
+    return batches
+
+
+def _verify_batch(
+    catalog: Catalog, files: SegmentFiles, engine: Engine, entries: Entries, report: VerifyReport
+) -> None:
+    count, length = len(entries), int(entries.at.length[0])
+    number = int(entries.at.segment[0])
+    memory = scratch(count * length)
+    addresses = memory.ctypes.data + np.arange(count, dtype=np.int64).reshape(-1, 1) * length
+    with files.opened(entries.at.segment[:1]) as (fds, failed):
+        if failed:
+            status = np.full(count, failed[number], np.uint8)
+        else:
+            transfer, order = plan(
+                addresses,
+                np.array([length], np.int64),
+                np.full(count, fds[number], np.int32),
+                entries.at.offset,
+                entries.at.crc,
+                _BATCH_BYTES,
+            )
+            engine.read(transfer, float("inf"), True)
+            status = np.empty(count, np.uint8)
+            status[order] = transfer.status
+    report.blocks += count
+    report.bytes += count * length
+    for row in np.flatnonzero(status != Reason.OK).tolist():
+        reason = Reason(int(status[row])).name.lower()
+        report.bad[reason] = report.bad.get(reason, 0) + 1
+        if len(report.examples) < 20:
+            where = f"{catalog.segment(number).name.data} at {int(entries.at.offset[row])}"
+            report.examples.append(f"{entries.ids[row].tobytes().hex()} in {where}: {reason}")

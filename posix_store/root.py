@@ -1,0 +1,296 @@
+"""The root directory: `STORE.json`, the store lock, the namespace directories.
+
+A root is ours when `STORE.json` says so, or when everything in it has a name that only this store
+gives. Anything else that is not empty is refused, and nothing in it is touched (invariant I7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from crc32c import crc32c
+
+from posix_store.errors import StoreError
+from posix_store.segment import FORMAT_VERSION, NAMESPACE_NAME, SegmentName
+from posix_store.syscalls import Syscalls
+
+logger = logging.getLogger(__name__)
+
+STORE_FILE = "STORE.json"
+LOCK_FILE = "STORE.lock"
+NAMESPACE_FILE = "NAMESPACE.json"
+DEFAULT_CAPACITY_SHARE = 0.5
+DEFAULT_MIN_FREE_SHARE = 0.05
+_READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class StoreRoot:
+    """An opened root directory.
+
+    Args:
+        path: the directory; made when it is missing and `create` is set.
+        capacity: bytes on disk for the whole root; None keeps what `STORE.json` says, or for a new
+            store takes half of the free space.
+        create: whether a new store may be made here. Nothing is ever written without it.
+
+    Raises:
+        StoreError: the path is no directory, is foreign, cannot be written, or is of a newer format.
+    """
+
+    def __init__(
+        self, path: str, *, capacity: int | None = None, create: bool = True, syscalls: Syscalls | None = None
+    ) -> None:
+        self.path = os.path.abspath(path)
+        self.syscalls = syscalls or Syscalls()
+        self.read_only_because: str | None = None if create else "opened read-only"
+        self._settings_seen: tuple[int, int] | None = None
+        try:
+            self._open(capacity, create)
+        except OSError as error:
+            raise StoreError(self._explain(error)) from error
+
+    def _open(self, capacity: int | None, create: bool) -> None:
+        names = self._list_or_create(create)
+        settings = self._read_settings(names)
+        if settings is not None and (capacity is None or capacity == settings["capacity"]):
+            self.capacity, self.created = settings["capacity"], settings["created"]
+        else:
+            old = settings["capacity"] if settings else None
+            self.capacity = capacity or self._default_capacity()
+            self.created = settings["created"] if settings else int(time.time())
+            if create:
+                self._write_settings(known=STORE_FILE in names)
+                if old is not None:
+                    logger.info(
+                        "store %s: capacity changed from %d to %d bytes", self.path, old, self.capacity
+                    )
+        if self.capacity <= 0:
+            raise StoreError(f"capacity = {self.capacity}: must be more than 0 bytes")
+
+    def _list_or_create(self, create: bool) -> list[str]:
+        try:
+            status = self.syscalls.stat(os.path.realpath(self.path))
+        except FileNotFoundError:
+            if not create:
+                raise StoreError(
+                    f"path = {self.path}: no store here; make one with `ucm-sglang init`"
+                ) from None
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.syscalls.mkdir(self.path)
+            return []
+        if not stat.S_ISDIR(status.st_mode):
+            raise StoreError(
+                f"path = {self.path}: is not a directory; name a directory of its own for the store"
+            )
+        return self.syscalls.listdir(self.path)
+
+    def _read_settings(self, names: list[str]) -> dict[str, Any] | None:
+        """Contents of STORE.json; None when the store is new, or is ours with the file lost or damaged."""
+        foreign = [name for name in names if not self._is_ours(name)]
+        if STORE_FILE not in names:
+            if foreign:
+                raise StoreError(
+                    f"path = {self.path}: holds files of others ({', '.join(sorted(foreign)[:3])}) and no "
+                    f"{STORE_FILE}; name an empty or a new directory"
+                )
+            return None
+        settings = decode_settings(self._read(os.path.join(self.path, STORE_FILE)))
+        if settings is None:
+            logger.warning(
+                "store %s: %s is damaged or was edited by hand; it is rebuilt with the configured or default "
+                "capacity. Set it with `ucm-sglang init %s --capacity ...`", self.path, STORE_FILE, self.path,
+            )  # fmt: skip
+            return None
+        if settings["format"] > FORMAT_VERSION:
+            raise StoreError(
+                f"path = {self.path}: the store has format {settings['format']}, this version reads "
+                f"{FORMAT_VERSION}; upgrade ucm-sglang or name another directory"
+            )
+        return settings
+
+    def _is_ours(self, name: str) -> bool:
+        if name in (STORE_FILE, LOCK_FILE) or name.startswith("." + STORE_FILE):
+            return True
+        return bool(NAMESPACE_NAME.fullmatch(name)) and all(
+            is_namespace_file(entry) for entry in self.syscalls.listdir(os.path.join(self.path, name))
+        )
+
+    def _default_capacity(self) -> int:
+        disk = self.syscalls.statvfs(self.path)
+        return max(1, int(disk.f_bavail * disk.f_frsize * DEFAULT_CAPACITY_SHARE) >> 20 << 20)
+
+    def _write_settings(self, known: bool) -> None:
+        data = encode_settings(FORMAT_VERSION, self.capacity, self.created)
+        try:
+            self.write_file(os.path.join(self.path, STORE_FILE), data)
+        except OSError as error:
+            if not known:
+                raise
+            if error.errno in _READ_ONLY_ERRORS:
+                self.read_only_because = os.strerror(error.errno)
+            logger.warning("store %s: cannot write %s: %s", self.path, STORE_FILE, error)
+
+    def _explain(self, error: OSError) -> str:
+        try:
+            status = os.stat(self.path)
+            owner = f"owner {status.st_uid}:{status.st_gid}, mode {stat.S_IMODE(status.st_mode):o}"
+        except OSError:
+            owner = "cannot be examined"
+        fix = "free some space" if error.errno == errno.ENOSPC else "give this user read and write access"
+        return (
+            f"path = {self.path}: {error.strerror or error} (this process is {os.geteuid()}:{os.getegid()}, "
+            f"{owner}); {fix} or name another directory"
+        )
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def write_file(self, path: str, data: bytes) -> None:
+        """Replace a small file atomically. Raises `OSError`; leaves nothing behind when it does."""
+        calls = self.syscalls
+        temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(4)}")
+        fd = calls.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            try:
+                if calls.pwrite(fd, data, 0) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
+            finally:
+                calls.close(fd)
+            calls.rename(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                calls.unlink(temporary)
+            raise
+
+    def _read(self, path: str) -> bytes:
+        fd = self.syscalls.open(path, os.O_RDONLY)
+        try:
+            return self.syscalls.pread(fd, 1 << 20, 0)
+        finally:
+            self.syscalls.close(fd)
+
+    def namespaces(self) -> list[str]:
+        """Names (32 hex digits) of the namespace directories."""
+        return sorted(name for name in self.syscalls.listdir(self.path) if NAMESPACE_NAME.fullmatch(name))
+
+    def namespace_path(self, namespace: str) -> str:
+        return os.path.join(self.path, namespace)
+
+    def make_namespace(self, namespace: str, identity: Mapping[str, Any]) -> None:
+        """Make a namespace's directory and its NAMESPACE.json where missing. Raises `OSError`."""
+        directory = self.namespace_path(namespace)
+        with contextlib.suppress(FileExistsError):
+            self.syscalls.mkdir(directory)
+        path = os.path.join(directory, NAMESPACE_FILE)
+        data = json.dumps(dict(identity), indent=1, sort_keys=True).encode() + b"\n"
+        try:
+            if self._read(path) == data:
+                return
+        except FileNotFoundError:
+            pass
+        self.write_file(path, data)
+
+    def read_identity(self, namespace: str) -> dict[str, Any] | None:
+        """The identity fields of a namespace; None when its NAMESPACE.json is missing or damaged."""
+        try:
+            data = json.loads(self._read(os.path.join(self.namespace_path(namespace), NAMESPACE_FILE)))
+        except (OSError, ValueError):
+            return None
+        return data if isinstance(data, dict) else None
+
+    def current_capacity(self) -> int:
+        """The capacity in bytes, read again when another process has changed STORE.json."""
+        path = os.path.join(self.path, STORE_FILE)
+        try:
+            status = self.syscalls.stat(path)
+            seen = (status.st_mtime_ns, status.st_ino)
+            if seen != self._settings_seen:
+                settings = decode_settings(self._read(path))
+                if settings:
+                    self.capacity = settings["capacity"]
+                self._settings_seen = seen
+        except OSError as error:
+            logger.debug("store %s: cannot read %s again: %s", self.path, STORE_FILE, error)
+        return self.capacity
+
+    def allocated_bytes(self) -> int:
+        """Bytes that the file system has allocated to everything under the root. Raises `OSError`."""
+        total = self.syscalls.stat(self.path).st_blocks * 512
+        for name in self.syscalls.listdir(self.path):
+            path = os.path.join(self.path, name)
+            total += self._blocks(path)
+            if NAMESPACE_NAME.fullmatch(name):
+                with contextlib.suppress(FileNotFoundError):
+                    total += sum(
+                        self._blocks(os.path.join(path, entry)) for entry in self.syscalls.listdir(path)
+                    )
+        return total
+
+    def _blocks(self, path: str) -> int:
+        try:
+            return self.syscalls.stat(path).st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    @contextlib.contextmanager
+    def lock(self, timeout: float) -> Iterator[bool]:
+        """The lock on space and deletion, shared by all processes of the root.
+
+        Yields False when it could not be had within `timeout` seconds. The kernel frees it when its
+        holder dies. Raises `OSError` when the file system refuses.
+        """
+        fd = self.syscalls.open(os.path.join(self.path, LOCK_FILE), os.O_RDWR | os.O_CREAT)
+        try:
+            yield self._try_lock(fd, timeout)
+        finally:
+            self.syscalls.close(fd)
+
+    def _try_lock(self, fd: int, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        pause = 0.0005
+        while True:
+            try:
+                self.syscalls.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+            time.sleep(pause)
+            pause = min(pause * 2, 0.02)
+
+
+def is_namespace_file(name: str) -> bool:
+    """Did this store make a file of that name in a namespace directory?"""
+    return (
+        name == NAMESPACE_FILE or name.startswith("." + NAMESPACE_FILE) or SegmentName.parse(name) is not None
+    )
+
+
+def encode_settings(version: int, capacity: int, created: int) -> bytes:
+    """STORE.json: format version, capacity in bytes, creation time (Unix seconds), and their CRC-32C."""
+    fields = {"format": version, "capacity": capacity, "created": created}
+    return json.dumps({**fields, "crc32c": crc32c(json.dumps(fields).encode())}, indent=1).encode() + b"\n"
+
+
+def decode_settings(data: bytes) -> dict[str, Any] | None:
+    """The fields of STORE.json, None when they are damaged. A newer format is returned unchecked."""
+    try:
+        fields = json.loads(data)
+        version = fields["format"]
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            return {"capacity": 1, "created": 0, **fields}
+        if data != encode_settings(version, fields["capacity"], fields["created"]):
+            return None
+    except (ValueError, TypeError, KeyError):
+        return None
+    return dict(fields)

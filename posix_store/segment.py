@@ -1,0 +1,169 @@
+"""The on-disk format and nothing else: file names, headers, journal records (docs/FORMAT.md).
+
+All integers are little-endian. A segment file (`.seg`) is a 4 KiB header followed by extents; its
+journal (`.idx`) is a 64-byte header followed by 64-byte records. Both carry the segment's random
+16-byte uid and the namespace digest, so that neither can be mistaken for another's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from crc32c import crc32c
+
+FORMAT_VERSION = 1
+EXTENT_ALIGNMENT = 4096
+SEGMENT_HEADER_BYTES = 4096
+RECORD_BYTES = 64
+MAX_BATCH_RECORDS = 1 << 16
+MAX_SHARDS = 1 << 16
+ID_BYTES = 16
+
+SEGMENT_MAGIC = b"UCMPSSEG"
+JOURNAL_MAGIC = b"UCMPSIDX"
+
+PUT, EVICT, SEAL = 1, 2, 3
+
+RECORD = np.dtype(
+    {
+        "names": [
+            "id", "parent", "offset", "length", "payload_crc", "shard", "last_shard",
+            "kind", "reserved", "remaining", "time", "crc",
+        ],
+        "formats": ["V16", "V16", "<u8", "<u4", "<u4", "<u2", "<u2", "u1", "u1", "<u2", "<u4", "<u4"],
+        "offsets": [0, 16, 32, 40, 44, 48, 50, 52, 53, 54, 56, 60],
+        "itemsize": RECORD_BYTES,
+    }
+)  # fmt: skip
+"""One journal record. `parent` is the id of the block before this one in its chain (zeros: unknown),
+or, in an EVICT record, the uid of the segment that holds the block. `remaining` counts the records of
+the same append that follow: a batch is visible only when its record 0 (the last) is whole."""
+
+_HEADER = struct.Struct("<8sI16s16sQ8x")
+assert _HEADER.size + 4 == RECORD_BYTES
+
+_NAME = re.compile(
+    r"(?P<writer>(?P<host>[a-z0-9_.]{1,40})-(?P<pid>\d{1,10})-[0-9a-f]{1,12}-[0-9a-f]{8})-(?P<seq>\d{6})\.(?P<kind>seg|idx)"
+)
+NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+class FormatError(Exception):
+    """A header is damaged, of another namespace or segment, or of a newer format version."""
+
+
+@dataclass(frozen=True)
+class SegmentName:
+    """Name of a segment and its journal: `<host>-<pid>-<start>-<random>-<seq>`."""
+
+    writer: str
+    seq: int
+
+    @property
+    def stem(self) -> str:
+        return f"{self.writer}-{self.seq:06d}"
+
+    @property
+    def data(self) -> str:
+        return self.stem + ".seg"
+
+    @property
+    def journal(self) -> str:
+        return self.stem + ".idx"
+
+    @cached_property
+    def pid(self) -> int:
+        match = _NAME.fullmatch(self.data)
+        return int(match["pid"]) if match else -1
+
+    @classmethod
+    def parse(cls, file_name: str) -> tuple[SegmentName, str] | None:
+        """(name, "seg" or "idx") for a file this format made, else None."""
+        match = _NAME.fullmatch(file_name)
+        return (cls(match["writer"], int(match["seq"])), match["kind"]) if match else None
+
+
+def new_writer_name() -> str:
+    """A name no other process, living or dead, has: host, pid, start time (ms), 32 random bits."""
+    host = re.sub(r"[^a-z0-9_.]", "_", socket.gethostname().lower())[:40] or "host"
+    return f"{host}-{os.getpid()}-{int(time.time() * 1000):x}-{secrets.token_hex(4)}"
+
+
+def encode_header(magic: bytes, uid: bytes, namespace: bytes, created_ns: int) -> bytes:
+    """64 bytes: magic, format version, uid, namespace digest, creation time (ns), CRC-32C."""
+    head = _HEADER.pack(magic, FORMAT_VERSION, uid, namespace, created_ns)
+    return head + struct.pack("<I", crc32c(head))
+
+
+def decode_header(data: bytes, magic: bytes, namespace: bytes) -> bytes:
+    """The uid in a header, after checking everything else in it.
+
+    Raises:
+        FormatError: with what is wrong.
+    """
+    if len(data) < RECORD_BYTES:
+        raise FormatError(f"header has {len(data)} of {RECORD_BYTES} bytes")
+    head = data[: _HEADER.size]
+    (crc,) = struct.unpack_from("<I", data, _HEADER.size)
+    if crc32c(head) != crc:
+        raise FormatError("header checksum differs")
+    found_magic, version, uid, found_namespace, _created = _HEADER.unpack(head)
+    if found_magic != magic:
+        raise FormatError(f"magic is {found_magic!r}, not {magic!r}")
+    if version != FORMAT_VERSION:
+        raise FormatError(f"format version {version}, this code reads {FORMAT_VERSION}")
+    if found_namespace != namespace:
+        raise FormatError(f"namespace is {found_namespace.hex()}, not {namespace.hex()}")
+    return bytes(uid)
+
+
+def seal_records(records: np.ndarray) -> bytes:
+    """Fill `remaining` and `crc` of one append's records and return its bytes.
+
+    Args:
+        records: `RECORD` array of 1 to `MAX_BATCH_RECORDS` entries; changed in place.
+    """
+    count = len(records)
+    if not 0 < count <= MAX_BATCH_RECORDS:
+        raise ValueError(f"{count} records in one append; 1 to {MAX_BATCH_RECORDS} are allowed")
+    records["remaining"] = np.arange(count - 1, -1, -1)
+    records["crc"] = _record_crcs(records)
+    return records.tobytes()
+
+
+def decode_records(data: bytes | memoryview) -> tuple[np.ndarray, int, int]:
+    """Whole batches at the start of `data`, which begins at a record boundary.
+
+    Returns:
+        (records, consumed, damaged): the intact records of all complete batches as a `RECORD` array,
+        the bytes up to the end of the last complete batch, and how many records within them failed
+        their checksum. A torn or unfinished batch at the end is neither returned nor consumed.
+    """
+    count = len(data) // RECORD_BYTES
+    records = np.frombuffer(data, RECORD, count)
+    intact = _record_crcs(records) == records["crc"]
+    ends = np.flatnonzero(intact & (records["remaining"] == 0))
+    whole = int(ends[-1]) + 1 if ends.size else 0
+    kept = records[:whole][intact[:whole]]
+    return kept, whole * RECORD_BYTES, whole - len(kept)
+
+
+def _record_crcs(records: np.ndarray) -> np.ndarray:
+    """CRC-32C of bytes 0..59 of each record, uint32 (n,)."""
+    view = memoryview(records.tobytes())
+    last = RECORD_BYTES - 4
+    starts = range(0, len(view), RECORD_BYTES)
+    return np.fromiter((crc32c(view[s : s + last]) for s in starts), np.uint32, len(records))
+
+
+def align(value: int, alignment: int = EXTENT_ALIGNMENT) -> int:
+    """The smallest multiple of `alignment` that is at least `value`."""
+    return -(-value // alignment) * alignment

@@ -1,0 +1,97 @@
+"""Every system call the store makes, in one object, so that tests can fail the N-th of them.
+
+Methods raise `OSError` and retry `EINTR`. All are thread-safe; none keeps state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+
+FALLOC_KEEP_SIZE = 0x01
+FALLOC_PUNCH_HOLE = 0x02
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_IO_ARGS = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong]
+for _name in ("preadv", "pwritev"):
+    _function = getattr(_libc, _name)
+    _function.argtypes, _function.restype = _IO_ARGS, ctypes.c_ssize_t
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+_libc.fallocate.restype = ctypes.c_int
+
+
+def _call(function: Callable[..., int], *arguments: int) -> int:
+    """Call a libc function without the GIL; `OSError` for its errno."""
+    while True:
+        result = function(*arguments)
+        if result >= 0:
+            return result
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+class Syscalls:
+    """The operating system. Tests subclass it to inject errors, short transfers and delays."""
+
+    def open(self, path: str, flags: int, mode: int = 0o644) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def preadv(self, fd: int, iov: int, count: int, offset: int) -> int:
+        """Read at `offset` into `count` iovecs that start at address `iov`; bytes read, 0 at end of file."""
+        return _call(_libc.preadv, fd, iov, count, offset)
+
+    def pwritev(self, fd: int, iov: int, count: int, offset: int) -> int:
+        """Write `count` iovecs that start at address `iov` to `offset`; bytes written."""
+        return _call(_libc.pwritev, fd, iov, count, offset)
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        return os.pread(fd, length, offset)
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def fallocate(self, fd: int, mode: int, offset: int, length: int) -> None:
+        _call(_libc.fallocate, fd, mode, offset, length)
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        os.ftruncate(fd, length)
+
+    def fadvise(self, fd: int, offset: int, length: int, advice: int) -> None:
+        os.posix_fadvise(fd, offset, length, advice)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def stat(self, path: str) -> os.stat_result:
+        return os.stat(path, follow_symlinks=False)
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        return os.statvfs(path)
+
+    def listdir(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+    def rename(self, source: str, target: str) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def flock(self, fd: int, operation: int) -> None:
+        fcntl.flock(fd, operation)

@@ -99,17 +99,20 @@ class Catalog:
     def path(self, segment: SegmentInfo) -> str:
         return os.path.join(self._directory, segment.name.data)
 
-    def add_own(self, name: SegmentName, uid: bytes) -> int:
+    def add_own(self, name: SegmentName, uid: bytes) -> SegmentInfo:
         """Register a segment that this process writes: its journal need not be read."""
         with self._lock:
-            return self._add(name, uid, own=True).number
+            return self._add(name, uid, own=True)
 
-    def publish_own(self, segment_number: int, records: np.ndarray) -> None:
-        """Make records that this process has just appended visible to its own look-ups."""
+    def publish_own(self, segment: SegmentInfo, records: np.ndarray) -> bool:
+        """Make records that this process has just appended visible to its own look-ups.
+
+        False when the segment has been deleted or refused meanwhile: nobody will find them.
+        """
         with self._lock:
-            segment = self._segments[segment_number]
             if not segment.dropped:
                 self._apply_puts(segment, records)
+            return not segment.dropped
 
     def drop_segment(self, number: int) -> None:
         """Forget a segment, whose file is gone or is not what its journal says."""
@@ -146,10 +149,11 @@ class Catalog:
                 self.counters.vanished_segments += 1
                 self._drop(segment)
         evictions: list[np.ndarray] = []
-        for file_name in sorted(names):
-            parsed = SegmentName.parse(file_name)
-            if parsed and parsed[1] == "idx" and parsed[0].data in names:
-                evictions += self._follow(parsed[0])
+        parsed = filter(None, map(SegmentName.parse, names))
+        journals = [name for name, kind in parsed if kind == "idx" and name.data in names]
+        # Oldest first: of two copies of a block, the later put wins.
+        for name in sorted(journals, key=lambda name: (name.started_ms, name.stem)):
+            evictions += self._follow(name)
         # An eviction always follows the put it undoes, but may stand in a journal that was read before.
         for records in evictions:
             self._apply_evictions(records)

@@ -61,7 +61,7 @@ class Dumper:
         """Store n blocks; uint8 (n,) of `Reason`. Arguments as in `PosixStore.dump_data`, normalised."""
         length = int(sizes.sum())
         status = np.zeros(len(ids), np.uint8)
-        missing = ~self._stored(ids, shards, length)
+        missing = ~self._stored(ids, shards, n_shards, length)
         first, which = _distinct(ids, shards)
         new = first[missing[first]]
         if new.size:
@@ -78,12 +78,12 @@ class Dumper:
         self._counters.dumped(status, int((status[new] == Reason.OK).sum()), length)
         return status
 
-    def _stored(self, ids: np.ndarray, shards: np.ndarray, length: int) -> np.ndarray:
+    def _stored(self, ids: np.ndarray, shards: np.ndarray, n_shards: int, length: int) -> np.ndarray:
         self._catalog.refresh(HIT_MAX_AGE)
         at = self._catalog.index.locate(ids, shards)
         if not at.present.all() and self._catalog.refresh():
             at = self._catalog.index.locate(ids, shards)
-        return at.present & (at.length == length)
+        return at.present & (at.length == length) & (at.last_shard == n_shards - 1)
 
     def _store(
         self, records: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float
@@ -128,7 +128,8 @@ class Dumper:
                 records["offset"] = extent.offset + np.arange(len(records)) * length
                 records["payload_crc"] = transfer.crc
                 self._writer.publish(extent.segment, records[written])
-                self._catalog.publish_own(extent.segment.number, records[written])
+                if not self._catalog.publish_own(extent.segment.info, records[written]):
+                    transfer.status[written] = Reason.EVICTED
         except _NothingWritten:
             self._say("%d blocks go unstored: %s", len(records), Reason(int(transfer.status[0])).name.lower())
         return transfer.status

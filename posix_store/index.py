@@ -28,29 +28,36 @@ class Locations:
     """int64 (n,): bytes of the payload."""
     crc: np.ndarray
     """uint32 (n,): CRC-32C of the payload."""
+    last_shard: np.ndarray
+    """uint16 (n,): index of the last shard of the block, 0 for a block that is not sharded."""
 
     @property
     def present(self) -> np.ndarray:
         return self.segment >= 0
 
     def take(self, which: np.ndarray) -> Locations:
-        return Locations(self.segment[which], self.offset[which], self.length[which], self.crc[which])
+        return Locations(
+            self.segment[which],
+            self.offset[which],
+            self.length[which],
+            self.crc[which],
+            self.last_shard[which],
+        )
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Keys and locations to record: `ids` uint64 (n, 2), `shard` and `last_shard` uint16 (n,)."""
+    """Keys and locations to record: `ids` uint64 (n, 2) and `shard` uint16 (n,)."""
 
     ids: np.ndarray
     shard: np.ndarray
-    last_shard: np.ndarray
     at: Locations
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def take(self, which: np.ndarray) -> Entries:
-        return Entries(self.ids[which], self.shard[which], self.last_shard[which], self.at.take(which))
+        return Entries(self.ids[which], self.shard[which], self.at.take(which))
 
 
 class Index:
@@ -100,14 +107,7 @@ class Index:
     def locate(self, ids: np.ndarray, shards: np.ndarray) -> Locations:
         """Locations of (id, shard) pairs, copied, so that they stay what they are."""
         with self._lock:
-            rows = self._find(ids, shards)
-            present = rows >= 0
-            return Locations(
-                np.where(present, self._segment[rows], np.int32(-1)),
-                self._offset[rows],
-                self._length[rows].astype(np.int64),
-                self._crc[rows],
-            )
+            return self._locations(self._find(ids, shards))
 
     def put(self, entries: Entries) -> None:
         """Record entries; all shards of a block must come in one call."""
@@ -123,7 +123,7 @@ class Index:
                 self._shard[rows[fresh]] = entries.shard[fresh]
                 self._insert(rows[fresh])
                 self._blocks += int((entries.shard[fresh] == 0).sum())
-            self._last_shard[rows] = entries.last_shard
+            self._last_shard[rows] = entries.at.last_shard
             self._segment[rows] = entries.at.segment
             self._offset[rows] = entries.at.offset
             self._length[rows] = entries.at.length
@@ -161,15 +161,19 @@ class Index:
         with self._lock:
             rows = np.flatnonzero(self._segment[: self._used] >= 0)
             rows = rows[np.lexsort((self._offset[rows], self._segment[rows]))]
-            at = Locations(
-                self._segment[rows],
-                self._offset[rows],
-                self._length[rows].astype(np.int64),
-                self._crc[rows],
-            )
-            return Entries(self._ids[rows], self._shard[rows], self._last_shard[rows], at)
+            return Entries(self._ids[rows], self._shard[rows], self._locations(rows))
 
-    # -- the table; callers hold the lock --------------------------------------------------------
+    # -- callers hold the lock -----------------------------------------------------------------------
+
+    def _locations(self, rows: np.ndarray) -> Locations:
+        """Copies, so that they stay what they are. Row -1 is absent."""
+        return Locations(
+            np.where(rows >= 0, self._segment[rows], np.int32(-1)),
+            self._offset[rows],
+            self._length[rows].astype(np.int64),
+            self._crc[rows],
+            self._last_shard[rows],
+        )
 
     def _home(self, ids: np.ndarray, shards: np.ndarray) -> np.ndarray:
         """First slot of each key: multiply-shift, so that ids need not be uniform."""
@@ -261,13 +265,16 @@ class Index:
         return blocks
 
     def _with_siblings(self, rows: np.ndarray) -> np.ndarray:
-        parts = [rows]
-        for row in rows[self._last_shard[rows] > 0].tolist():
-            shards = np.arange(int(self._last_shard[row]) + 1, dtype=np.uint16)
-            ids = np.broadcast_to(self._ids[row], (len(shards), 2))
-            siblings = self._find(ids, shards)
-            parts.append(siblings[siblings >= 0])
-        return np.concatenate(parts)
+        sharded = rows[self._last_shard[rows] > 0]
+        if not sharded.size:
+            return rows
+        _, first = np.unique(self._ids[sharded].view("V16"), return_index=True)
+        one_of_each = sharded[first]
+        counts = self._last_shard[one_of_each].astype(np.int64) + 1
+        starts = np.repeat(np.cumsum(counts) - counts, counts)
+        shards = (np.arange(len(starts)) - starts).astype(np.uint16)
+        siblings = self._find(np.repeat(self._ids[one_of_each], counts, axis=0), shards)
+        return np.concatenate([rows, siblings[siblings >= 0]])
 
 
 def _last_of_each_key(entries: Entries) -> Entries:

@@ -204,7 +204,7 @@ class StoreRoot:
         """The identity fields of a namespace; None when its NAMESPACE.json is missing or damaged."""
         try:
             data = json.loads(self._read(os.path.join(self.namespace_path(namespace), NAMESPACE_FILE)))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return data if isinstance(data, dict) else None
 
@@ -216,7 +216,7 @@ class StoreRoot:
             seen = (status.st_mtime_ns, status.st_ino)
             if seen != self._settings_seen:
                 settings = decode_settings(self._read(path))
-                if settings:
+                if settings and settings["format"] <= FORMAT_VERSION:
                     self.capacity = settings["capacity"]
                 self._settings_seen = seen
         except OSError as error:
@@ -283,14 +283,18 @@ def encode_settings(version: int, capacity: int, created: int) -> bytes:
 
 
 def decode_settings(data: bytes) -> dict[str, Any] | None:
-    """The fields of STORE.json, None when they are damaged. A newer format is returned unchecked."""
+    """The fields of STORE.json, None when they are damaged.
+
+    Of a newer format only `format` is known to be there.
+    """
     try:
         fields = json.loads(data)
-        version = fields["format"]
-        if isinstance(version, int) and version > FORMAT_VERSION:
-            return {"capacity": 1, "created": 0, **fields}
-        if data != encode_settings(version, fields["capacity"], fields["created"]):
+        checksum = fields.pop("crc32c")
+        if crc32c(json.dumps(fields).encode()) != checksum:
             return None
-    except (ValueError, TypeError, KeyError):
+        required = ("format",) if fields["format"] > FORMAT_VERSION else ("format", "capacity", "created")
+        if any(type(fields[name]) is not int or fields[name] < 0 for name in required):
+            return None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return dict(fields)

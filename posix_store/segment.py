@@ -14,7 +14,6 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from crc32c import crc32c
@@ -26,6 +25,7 @@ RECORD_BYTES = 64
 MAX_BATCH_RECORDS = 1 << 16
 MAX_SHARDS = 1 << 16
 ID_BYTES = 16
+MAX_BLOCK_BYTES = (1 << 32) - 1
 
 SEGMENT_MAGIC = b"UCMPSSEG"
 JOURNAL_MAGIC = b"UCMPSIDX"
@@ -51,7 +51,7 @@ _HEADER = struct.Struct("<8sI16s16sQ8x")
 assert _HEADER.size + 4 == RECORD_BYTES
 
 _NAME = re.compile(
-    r"(?P<writer>(?P<host>[a-z0-9_.]{1,40})-(?P<pid>\d{1,10})-[0-9a-f]{1,12}-[0-9a-f]{8})-(?P<seq>\d{6})\.(?P<kind>seg|idx)"
+    r"(?P<writer>[a-z0-9_.]{1,40}-\d{1,10}-[0-9a-f]{1,12}-[0-9a-f]{8})-(?P<seq>\d{6})\.(?P<kind>seg|idx)"
 )
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 
@@ -79,10 +79,10 @@ class SegmentName:
     def journal(self) -> str:
         return self.stem + ".idx"
 
-    @cached_property
-    def pid(self) -> int:
-        match = _NAME.fullmatch(self.data)
-        return int(match["pid"]) if match else -1
+    @property
+    def started_ms(self) -> int:
+        """When the writer started, in Unix milliseconds by its clock."""
+        return int(self.writer.split("-")[-2], 16)
 
     @classmethod
     def parse(cls, file_name: str) -> tuple[SegmentName, str] | None:

@@ -51,6 +51,7 @@ def _entries(puts: np.ndarray, segments: np.ndarray) -> Entries:
         puts["offset"].astype(np.int64),
         puts["length"].astype(np.int64),
         puts["payload_crc"].astype(np.uint32),
+        puts["last_shard"].astype(np.uint16),
     )
     ids = np.ascontiguousarray(puts["id"]).view(np.uint64).reshape(-1, 2)
-    return Entries(ids, puts["shard"].astype(np.uint16), puts["last_shard"].astype(np.uint16), at)
+    return Entries(ids, puts["shard"].astype(np.uint16), at)

@@ -305,4 +305,6 @@ def _matrix(addresses: np.ndarray, sizes: int | np.ndarray, count: int) -> tuple
         raise ValueError(
             f"addresses of shape {matrix.shape} for {count} blocks; (blocks, components) is expected"
         )
+    if matrix.size and matrix.min() <= 0:
+        raise ValueError("an address is not positive")
     return matrix, component_sizes(sizes, matrix)

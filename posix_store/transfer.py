@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from posix_store.errors import Reason
+from posix_store.segment import MAX_BLOCK_BYTES
 
 
 @dataclass
@@ -50,6 +51,8 @@ def component_sizes(sizes: int | np.ndarray, addresses: np.ndarray) -> np.ndarra
         raise ValueError(f"{array.size} component sizes for {addresses.shape[1]} addresses a block")
     if array.size == 0 or array.min() <= 0:
         raise ValueError("component sizes must be positive")
+    if array.sum() > MAX_BLOCK_BYTES:
+        raise ValueError(f"a block is at most {MAX_BLOCK_BYTES} bytes")
     return array
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from posix_store.capacity import GrownFile, SpaceKeeper
+from posix_store.catalog import SegmentInfo
 from posix_store.root import StoreRoot
 from posix_store.segment import (
     EVICT,
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Extent:
-    """Space for one batch: `offset` is 4 KiB-aligned in the segment numbered `number` in the catalog."""
+    """Space for one batch: `offset` is 4 KiB-aligned in the segment."""
 
     segment: OpenSegment
     offset: int
@@ -58,14 +59,12 @@ class Extent:
 class OpenSegment:
     """A segment being written, and its journal."""
 
-    def __init__(self, name: SegmentName, uid: bytes, data: GrownFile, journal: GrownFile) -> None:
-        self.name = name
-        self.uid = uid
+    def __init__(self, info: SegmentInfo, data: GrownFile, journal: GrownFile) -> None:
         self.data = data
         self.journal = journal
         self.cursor = SEGMENT_HEADER_BYTES
         self.journal_end = RECORD_BYTES
-        self.number = -1
+        self.info = info
         self.users = 0
         self.broken = False
 
@@ -76,7 +75,7 @@ class SegmentWriter:
     Nothing is created before the first reservation, so a process that only looks up never writes.
 
     Args:
-        register: told of each new segment; returns its number in the catalog.
+        register: puts each new segment into the catalog.
         segment_bytes: a segment is closed and a new one begun when it would grow beyond this.
     """
 
@@ -86,7 +85,7 @@ class SegmentWriter:
         namespace: str,
         identity: Mapping[str, Any],
         space: SpaceKeeper,
-        register: Callable[[SegmentName, bytes], int],
+        register: Callable[[SegmentName, bytes], SegmentInfo],
         segment_bytes: int,
     ) -> None:
         self._root = root
@@ -101,10 +100,7 @@ class SegmentWriter:
         self._writer = new_writer_name()
         self._seq = 0
         self._current: OpenSegment | None = None
-
-    @property
-    def started(self) -> bool:
-        return self._current is not None
+        self._evictions: list[tuple[bytes, bytes, int]] = []
 
     @contextlib.contextmanager
     def extent(self, length: int, records: int) -> Iterator[Extent]:
@@ -141,23 +137,19 @@ class SegmentWriter:
         Raises `OSError` when they could not all be written; then none of them will ever be visible.
         """
         with self._lock:
+            self._record_evictions(segment)
             self._append(segment, records)
 
     def evict(self, located: list[tuple[bytes, bytes, int]]) -> None:
-        """Record that blocks, given as (id, segment uid, offset), are gone or damaged. Best effort."""
-        records = np.zeros(len(located), RECORD)
-        records["kind"] = EVICT
-        records["time"] = int(time.time())
-        records["id"] = [item[0] for item in located]
-        records["parent"] = [item[1] for item in located]
-        records["offset"] = [item[2] for item in located]
+        """Record that blocks, given as (id, segment uid, offset), are gone or damaged.
+
+        A process that has stored nothing yet keeps this in mind until it does, so that one that only
+        loads never writes. Best effort, since a block that is found damaged again is a miss again.
+        """
         with self._lock:
-            if self._current is None or not located:
-                return
-            try:
-                self._append(self._current, records)
-            except OSError as error:
-                logger.warning("cannot record %d damaged blocks in the journal: %s", len(located), error)
+            self._evictions = (self._evictions + located)[-MAX_BATCH_RECORDS:]
+            if self._current is not None:
+                self._record_evictions(self._current)
 
     def close(self) -> None:
         """Seal the current segment. Not needed for correctness (invariant I9). Idempotent."""
@@ -172,7 +164,7 @@ class SegmentWriter:
         current = self._current
         if current is not None:
             full = current.cursor > SEGMENT_HEADER_BYTES and current.cursor + length > self._segment_bytes
-            if full or self._unlinked(current):
+            if full or current.info.dropped or self._unlinked(current):
                 self._retire()
         if self._current is None:
             self._current = self._create()
@@ -203,8 +195,7 @@ class SegmentWriter:
             with self._space.reserve(ends):
                 self._write_header(data, SEGMENT_MAGIC, uid, SEGMENT_HEADER_BYTES)
                 self._write_header(journal, JOURNAL_MAGIC, uid, RECORD_BYTES)
-            segment = OpenSegment(name, uid, data, journal)
-            segment.number = self._register(name, uid)
+            return OpenSegment(self._register(name, uid), data, journal)
         except BaseException:
             for file in opened:
                 with contextlib.suppress(OSError):
@@ -212,7 +203,6 @@ class SegmentWriter:
                 with contextlib.suppress(OSError):
                     self._calls.close(file.fd)
             raise
-        return segment
 
     def _open_new(self, file_name: str) -> GrownFile:
         path = os.path.join(self._root.namespace_path(self._namespace), file_name)
@@ -227,6 +217,21 @@ class SegmentWriter:
     def _write_header(self, file: GrownFile, magic: bytes, uid: bytes, size: int) -> None:
         header = encode_header(magic, uid, bytes.fromhex(self._namespace), time.time_ns())
         self._write_all(file.fd, header.ljust(size, b"\0"), 0)
+
+    def _record_evictions(self, segment: OpenSegment) -> None:
+        located, self._evictions = self._evictions, []
+        if not located:
+            return
+        records = np.zeros(len(located), RECORD)
+        records["kind"] = EVICT
+        records["time"] = int(time.time())
+        records["id"] = [np.void(block) for block, _, _ in located]
+        records["parent"] = [np.void(uid) for _, uid, _ in located]
+        records["offset"] = [offset for _, _, offset in located]
+        try:
+            self._append(segment, records)
+        except OSError as error:
+            logger.warning("cannot record %d damaged blocks in the journal: %s", len(located), error)
 
     def _append(self, segment: OpenSegment, records: np.ndarray) -> None:
         if segment.broken:

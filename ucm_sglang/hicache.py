@@ -16,10 +16,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
-from ucm_sglang.config import ConfigError, StoreConfig
 
 from posix_store import PosixStore, StoreError
 from posix_store.root import StoreRoot
+from ucm_sglang.config import ConfigError, StoreConfig
 from ucm_sglang.identity import BlockIds
 from ucm_sglang.keyspace import namespace_of
 from ucm_sglang.layout import PoolLayout
@@ -62,7 +62,7 @@ def _no_pages(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
     return [False] * len(keys)
 
 
-class UcmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
+class UcmHiCacheStorage(HiCacheStorage):
     """SGLang HiCache L3 on a POSIX file system.
 
     Args:
@@ -80,7 +80,7 @@ class UcmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         _refuse_unsupported(storage_config)
         warn_if_untested()
         # Fails now, with a clear message, rather than when the first page is stored.
-        StoreRoot(str(self.config.path), capacity=self.config.capacity_bytes)
+        StoreRoot(self.config.path, capacity=self.config.capacity)
         self.storage_config = storage_config
         self.errors: dict[str, int] = {}
         """Exceptions that were turned into misses, by method."""
@@ -123,8 +123,8 @@ class UcmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if not self._zero_copy:
             self._flat_offsets(layout)
             logger.warning(
-                'ucm-sglang: "interface_v1" is not set in the extra config, so SGLang copies every page twice; '
-                'add "interface_v1": 1'
+                'ucm-sglang: "interface_v1" is not set in the extra config, so SGLang copies every page '
+                'twice; add "interface_v1": 1'
             )
         if layout.k > 1 and layout.contiguous_bytes < SMALL_COMPONENT_BYTES:
             logger.warning(

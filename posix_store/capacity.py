@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -59,10 +58,10 @@ class SpaceKeeper:
         self._root = root
         self._min_free = min_free
         self._chunk = chunk
-        self._preallocates = True
+        self.preallocates = True
+        """False once the file system has refused: reservations then hold the store lock while they last."""
         self._said_full = False
         self._reclaimed = False
-        self._lock = threading.Lock()
 
     @property
     def min_free(self) -> int:
@@ -88,34 +87,36 @@ class SpaceKeeper:
             NoSpace: the blocks must go unstored.
             OSError: the file system failed.
         """
-        if all(end <= file.allocated for file, end in ends):
+        if self.preallocates and all(end <= file.allocated for file, end in ends):
             yield
             return
-        with self._lock, self._root.lock(LOCK_TIMEOUT) as locked:
-            if not locked:
+        with contextlib.ExitStack() as stack:
+            if not stack.enter_context(self._root.lock(LOCK_TIMEOUT)):
                 raise NoSpace(Reason.FULL, f"the store lock was not to be had within {LOCK_TIMEOUT} s")
             if not self._reclaimed:
                 self._reclaimed = True
                 reclaim(self._root)
             self._admit(ends)
-            if not self._preallocates:
+            if self.preallocates:
+                stack.close()
                 yield
-                return
-        yield
+            else:
+                yield
+                for file, end in ends:
+                    file.allocated = max(file.allocated, align(end))
 
     def _admit(self, ends: list[tuple[GrownFile, int]]) -> None:
-        needed = sum(align(end) - file.allocated for file, end in ends if end > file.allocated)
+        needed = sum(max(0, align(end) - file.allocated) for file, end in ends)
         available = self.available()
         if needed > available:
             self._say_full(needed, available)
             raise NoSpace(Reason.FULL, f"{needed} bytes needed, {available} available", available)
         spare = min(self._chunk, (available - needed) // 8)
         for file, end in ends:
-            if end <= file.allocated or not self._preallocates:
-                continue
             # The journal grows by a record where the segment grows by a block: a small share is plenty.
             share = spare if file.path.endswith(".seg") else spare // 64
-            self._preallocate(file, align(end), align(end) + share // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT)
+            if self.preallocates and end > file.allocated:
+                self._preallocate(file, align(end), align(end) + share // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT)
 
     def _preallocate(self, file: GrownFile, needed: int, wanted: int) -> None:
         for end in (wanted, needed):
@@ -126,7 +127,7 @@ class SpaceKeeper:
                     logger.warning(
                         "store %s: no preallocation on this file system (%s)", self._root.path, error
                     )
-                    self._preallocates = False
+                    self.preallocates = False
                     return
                 if error.errno != errno.ENOSPC or end == needed:
                     raise

@@ -29,6 +29,7 @@ from posix_store.segment import (
     decode_records,
 )
 from posix_store.shards import ShardAssembler
+from posix_store.syscalls import read_at
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,12 @@ class Catalog:
         with self._lock:
             self._drop(self._segments[number])
 
+    def forget(self, name: SegmentName) -> None:
+        """Forget a segment that this process has deleted."""
+        with self._lock:
+            if name in self._by_name:
+                self._drop(self._by_name[name])
+
     def refresh(self, max_age: float = MISS_MAX_AGE) -> bool:
         """Look at the directory unless that was done in the last `max_age` seconds; True when it was.
 
@@ -174,6 +181,8 @@ class Catalog:
         except FormatError as error:
             self.counters.damaged_journals += 1
             self._ignored[name.stem] = size
+            if known is not None:
+                self._drop(known)
             logger.warning("ignoring %s: %s", path, error)
         except FileNotFoundError:
             pass
@@ -184,13 +193,14 @@ class Catalog:
     def _read_journal(self, name: SegmentName, path: str, size: int) -> list[np.ndarray]:
         fd = self._calls.open(path, os.O_RDONLY)
         try:
-            segment = self._by_name.get(name)
-            if segment is None:
-                uid = decode_header(self._calls.pread(fd, RECORD_BYTES, 0), JOURNAL_MAGIC, self._digest)
-                segment = self._add(name, uid, own=False)
+            # Read again at each look: someone may have put another journal in the place of this one.
+            uid = decode_header(read_at(self._calls, fd, RECORD_BYTES, 0), JOURNAL_MAGIC, self._digest)
+            segment = self._by_name.get(name) or self._add(name, uid, own=False)
+            if segment.uid != uid:
+                raise FormatError(f"journal is of segment {uid.hex()}, it was of {segment.uid.hex()}")
             evictions = []
             while segment.read < size:
-                data = self._calls.pread(fd, min(_READ_BYTES, size - segment.read), segment.read)
+                data = read_at(self._calls, fd, min(_READ_BYTES, size - segment.read), segment.read)
                 records, consumed, damaged = decode_records(data)
                 if not consumed:
                     break
@@ -213,7 +223,7 @@ class Catalog:
             return
         segment.dropped = True
         self.index.drop_segment(segment.number)
-        self._assembler.forget(segment.name.writer)
+        self._assembler.forget(segment.number)
 
     def _apply(self, segment: SegmentInfo, records: np.ndarray) -> list[np.ndarray]:
         kind = records["kind"]

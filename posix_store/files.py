@@ -15,7 +15,7 @@ from posix_store.catalog import Catalog
 from posix_store.engine import reason_of
 from posix_store.errors import Reason
 from posix_store.segment import RECORD_BYTES, SEGMENT_MAGIC, FormatError, decode_header
-from posix_store.syscalls import Syscalls
+from posix_store.syscalls import Syscalls, read_at
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class SegmentFiles:
         segment = self._catalog.segment(number)
         fd = self._calls.open(self._catalog.path(segment), os.O_RDONLY)
         try:
-            uid = decode_header(self._calls.pread(fd, RECORD_BYTES, 0), SEGMENT_MAGIC, self._digest)
+            uid = decode_header(read_at(self._calls, fd, RECORD_BYTES, 0), SEGMENT_MAGIC, self._digest)
             if uid != segment.uid:
                 raise FormatError(f"segment is {uid.hex()}, its journal says {segment.uid.hex()}")
         except BaseException:

@@ -31,18 +31,6 @@ def trim(calls: Syscalls, fd: int) -> None:
         logger.debug("cannot trim: %s", error)
 
 
-def is_live(calls: Syscalls, fd: int) -> bool:
-    """Does a living process write this segment or journal? Unknown counts as yes.
-
-    When the answer is no, `fd` holds the lock until it is closed.
-    """
-    try:
-        calls.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
-
-
 def reclaim(root: StoreRoot) -> None:
     """Trim the files of dead writers, delete those without a single record, and old temporary files."""
     try:
@@ -71,8 +59,8 @@ def _segment(calls: Syscalls, data: str, journal: str) -> None:
             except FileNotFoundError:
                 continue
             stack.callback(calls.close, fd)
-            if is_live(calls, fd):
-                return
+            # Refused while its writer lives, and where locks do not work. Held until the end of the block.
+            calls.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             opened.append((path, fd))
         records = calls.fstat(opened[-1][1]).st_size - RECORD_BYTES if len(opened) == 2 else 0
         if records >= RECORD_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,6 @@ from posix_store.engine import Engine
 from posix_store.errors import Reason
 from posix_store.files import SegmentFiles
 from posix_store.index import Entries
-from posix_store.reclaim import is_live
 from posix_store.root import StoreRoot
 from posix_store.transfer import plan
 
@@ -95,7 +95,10 @@ def _has_writer(root: StoreRoot, path: str) -> bool:
     except OSError:
         return False
     try:
-        return is_live(root.syscalls, fd)
+        root.syscalls.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
     finally:
         root.syscalls.close(fd)
 

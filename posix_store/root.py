@@ -22,7 +22,7 @@ from crc32c import crc32c
 
 from posix_store.errors import StoreError
 from posix_store.segment import FORMAT_VERSION, NAMESPACE_NAME, SegmentName
-from posix_store.syscalls import Syscalls
+from posix_store.syscalls import Syscalls, read_at, write_at
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ LOCK_FILE = "STORE.lock"
 NAMESPACE_FILE = "NAMESPACE.json"
 DEFAULT_CAPACITY_SHARE = 0.5
 DEFAULT_MIN_FREE_SHARE = 0.05
+_MAX_JSON_BYTES = 1 << 20
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -62,6 +63,8 @@ class StoreRoot:
     def _open(self, capacity: int | None, create: bool) -> None:
         names = self._list_or_create(create)
         settings = self._read_settings(names)
+        if settings is None and not create and not self._namespaces_in(names):
+            raise StoreError(f"path = {self.path}: no store here; make one with `ucm-sglang init`")
         if settings is not None and (capacity is None or capacity == settings["capacity"]):
             self.capacity, self.created = settings["capacity"], settings["created"]
         else:
@@ -162,8 +165,7 @@ class StoreRoot:
         fd = calls.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             try:
-                if calls.pwrite(fd, data, 0) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
+                write_at(calls, fd, data, 0)
             finally:
                 calls.close(fd)
             calls.rename(temporary, path)
@@ -175,13 +177,17 @@ class StoreRoot:
     def _read(self, path: str) -> bytes:
         fd = self.syscalls.open(path, os.O_RDONLY)
         try:
-            return self.syscalls.pread(fd, 1 << 20, 0)
+            return read_at(self.syscalls, fd, _MAX_JSON_BYTES, 0)
         finally:
             self.syscalls.close(fd)
 
     def namespaces(self) -> list[str]:
         """Names (32 hex digits) of the namespace directories."""
-        return sorted(name for name in self.syscalls.listdir(self.path) if NAMESPACE_NAME.fullmatch(name))
+        return self._namespaces_in(self.syscalls.listdir(self.path))
+
+    @staticmethod
+    def _namespaces_in(names: list[str]) -> list[str]:
+        return sorted(name for name in names if NAMESPACE_NAME.fullmatch(name))
 
     def namespace_path(self, namespace: str) -> str:
         return os.path.join(self.path, namespace)
@@ -251,11 +257,12 @@ class StoreRoot:
         """
         fd = self.syscalls.open(os.path.join(self.path, LOCK_FILE), os.O_RDWR | os.O_CREAT)
         try:
-            yield self._try_lock(fd, timeout)
+            yield self.try_lock(fd, timeout)
         finally:
             self.syscalls.close(fd)
 
-    def _try_lock(self, fd: int, timeout: float) -> bool:
+    def try_lock(self, fd: int, timeout: float) -> bool:
+        """Lock an open file, trying for `timeout` seconds. Raises `OSError` when locks do not work."""
         deadline = time.monotonic() + timeout
         pause = 0.0005
         while True:

@@ -39,10 +39,13 @@ class ShardAssembler:
             records = np.array([put for _, put in finished], puts.dtype)
             yield _entries(records, np.array([number for number, _ in finished], np.int32))
 
-    def forget(self, writer: str) -> None:
-        """Drop the incomplete blocks of a writer whose segment is gone."""
-        for key in [key for key in self._waiting if key[0] == writer]:
-            del self._waiting[key]
+    def forget(self, segment_number: int) -> None:
+        """Drop the shards in a segment that is gone."""
+        for key, shards in list(self._waiting.items()):
+            for shard in [shard for shard, (number, _) in shards.items() if number == segment_number]:
+                del shards[shard]
+            if not shards:
+                del self._waiting[key]
 
 
 def _entries(puts: np.ndarray, segments: np.ndarray) -> Entries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -263,20 +264,27 @@ class PosixStore:
         blocks = len(self._catalog.index)
         self._writer.close()
         directory = self.root.namespace_path(self.namespace)
-        for name in self._calls.listdir(directory) if self.namespace in self.root.namespaces() else []:
-            if SegmentName.parse(name):
-                self._delete(f"{directory}/{name}")
-        self._catalog.refresh(max_age=0)
+        try:
+            names = self._calls.listdir(directory)
+        except FileNotFoundError:
+            return 0
+        for name in {parsed[0] for parsed in map(SegmentName.parse, names) if parsed}:
+            # A journal without its segment means nothing; the other way round, space would leak.
+            if self._delete(os.path.join(directory, name.data)):
+                self._catalog.forget(name)
+                self._delete(os.path.join(directory, name.journal))
         self._files.close()
         return blocks - len(self._catalog.index)
 
-    def _delete(self, path: str) -> None:
+    def _delete(self, path: str) -> bool:
         try:
             self._calls.unlink(path)
         except FileNotFoundError:
             pass
         except OSError as error:
             logger.warning("cannot delete %s: %s", path, error)
+            return False
+        return True
 
     def close(self) -> None:
         """Let go of files and threads. Not needed for correctness (invariant I9). Idempotent."""

@@ -95,3 +95,24 @@ class Syscalls:
 
     def flock(self, fd: int, operation: int) -> None:
         fcntl.flock(fd, operation)
+
+
+def read_at(calls: Syscalls, fd: int, length: int, offset: int) -> bytes:
+    """`length` bytes at `offset`, fewer only at the end of the file."""
+    data = b""
+    while len(data) < length:
+        part = calls.pread(fd, length - len(data), offset + len(data))
+        if not part:
+            break
+        data += part
+    return data
+
+
+def write_at(calls: Syscalls, fd: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at `offset`."""
+    view = memoryview(data)
+    while view:
+        written = calls.pwrite(fd, view, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "wrote nothing")
+        view, offset = view[written:], offset + written

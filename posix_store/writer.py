@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from posix_store.capacity import GrownFile, SpaceKeeper
+from posix_store.capacity import LOCK_TIMEOUT, GrownFile, SpaceKeeper
 from posix_store.catalog import SegmentInfo
 from posix_store.root import StoreRoot
 from posix_store.segment import (
@@ -39,6 +38,7 @@ from posix_store.segment import (
     new_writer_name,
     seal_records,
 )
+from posix_store.syscalls import write_at
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class SegmentWriter:
         self._register = register
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
+        self._one_at_a_time = threading.Lock()
         self._pid = os.getpid()
         self._writer = new_writer_name()
         self._seq = 0
@@ -113,6 +114,10 @@ class SegmentWriter:
             OSError: the file system failed.
         """
         with contextlib.ExitStack() as stack:
+            if not self._space.preallocates:
+                # The store lock is then held for the whole dump. Waiting for it with the other lock in hand
+                # would keep the dump that has it from publishing.
+                stack.enter_context(self._one_at_a_time)
             with self._lock:
                 segment = self._writable(length)
                 ends = [
@@ -208,15 +213,28 @@ class SegmentWriter:
         path = os.path.join(self._root.namespace_path(self._namespace), file_name)
         fd = self._calls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            # Held for as long as this process lives: others can tell a live writer from a dead one.
-            self._calls.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            logger.debug("no lock on %s: %s; its files are left alone by other processes", path, error)
+            self._mark_as_live(fd, path)
+        except BaseException:
+            self._calls.close(fd)
+            raise
         return GrownFile(fd, path)
+
+    def _mark_as_live(self, fd: int, path: str) -> None:
+        """Take the lock that tells a living writer from a dead one; held for as long as this process lives.
+
+        Others may hold it for a moment, to ask, or to delete the file because it looked abandoned.
+        """
+        try:
+            locked = self._root.try_lock(fd, LOCK_TIMEOUT)
+        except OSError as error:
+            logger.debug("no lock on %s: %s; other processes will take it for live", path, error)
+            return
+        if not locked or self._calls.fstat(fd).st_nlink == 0:
+            raise OSError(errno.EAGAIN, "a new segment file was taken for an abandoned one", path)
 
     def _write_header(self, file: GrownFile, magic: bytes, uid: bytes, size: int) -> None:
         header = encode_header(magic, uid, bytes.fromhex(self._namespace), time.time_ns())
-        self._write_all(file.fd, header.ljust(size, b"\0"), 0)
+        write_at(self._calls, file.fd, header.ljust(size, b"\0"), 0)
 
     def _record_evictions(self, segment: OpenSegment) -> None:
         located, self._evictions = self._evictions, []
@@ -239,7 +257,7 @@ class SegmentWriter:
         try:
             for start in range(0, len(records), MAX_BATCH_RECORDS):
                 data = seal_records(records[start : start + MAX_BATCH_RECORDS])
-                self._write_all(segment.journal.fd, data, segment.journal_end)
+                write_at(self._calls, segment.journal.fd, data, segment.journal_end)
                 segment.journal_end += len(data)
         except OSError:
             # What was written of the batch is an unfinished tail, which readers ignore for as long as
@@ -248,14 +266,6 @@ class SegmentWriter:
             if self._current is segment:
                 self._retire()
             raise
-
-    def _write_all(self, fd: int, data: bytes, offset: int) -> None:
-        view = memoryview(data)
-        while view:
-            written = self._calls.pwrite(fd, view, offset)
-            if written <= 0:
-                raise OSError(errno.EIO, "wrote nothing")
-            view, offset = view[written:], offset + written
 
     def _retire(self) -> None:
         """Take no more extents from the current segment; dumps under way may still publish."""

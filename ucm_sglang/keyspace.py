@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ucm_sglang.config import ConfigError, StoreConfig
-
 from ucm_sglang.identity import FingerprintError, Namespace, weights_fingerprint
 from ucm_sglang.layout import PoolLayout
 from ucm_sglang.sglang_facts import ServerFacts, logical_dtype
@@ -73,10 +72,10 @@ def _weights(config: StoreConfig, facts: ServerFacts) -> str:
     if config.weights_fingerprint != "auto":
         return config.weights_fingerprint
     try:
-        target = weights_fingerprint(facts.model_path, facts.revision)
+        target = weights_fingerprint(facts.model_path, facts.revision, cache_dir=facts.download_dir)
         if not facts.draft_model_path:
             return target
-        return f"{target} draft={weights_fingerprint(facts.draft_model_path)}"
+        return f"{target} draft={weights_fingerprint(facts.draft_model_path, cache_dir=facts.download_dir)}"
     except FingerprintError as error:
         raise ConfigError(str(error)) from error
 

@@ -405,4 +405,4 @@ def _run_lengths(sizes: Int64Array) -> list[list[int]]:
         return []
     first = np.flatnonzero(np.diff(sizes, prepend=sizes[0] - 1))
     counts = np.diff(first, append=len(sizes))
-    return np.stack([sizes[first], counts], axis=1).tolist()  # type: ignore[no-any-return]
+    return np.stack([sizes[first], counts], axis=1).tolist()

@@ -28,6 +28,7 @@ class ServerFacts:
 
     model_path: str
     revision: str | None
+    download_dir: str | None
     dtype: str
     quantization: str
     kv_cache_dtype: str
@@ -45,7 +46,7 @@ def read_server_facts(model_name: str | None) -> ServerFacts:
     """
     arguments = _server_arguments()
     if arguments is None:
-        return ServerFacts(model_name or "", None, "auto", "", "auto", "", "")
+        return ServerFacts(model_name or "", None, None, "auto", "", "auto", "", "")
     overrides = {
         name: str(value)
         for name in _OVERRIDES
@@ -57,6 +58,7 @@ def read_server_facts(model_name: str | None) -> ServerFacts:
     return ServerFacts(
         model_path=str(getattr(arguments, "model_path", model_name) or ""),
         revision=getattr(arguments, "revision", None),
+        download_dir=getattr(arguments, "download_dir", None),
         dtype=str(getattr(arguments, "dtype", "auto") or "auto"),
         quantization=str(getattr(arguments, "quantization", None) or ""),
         kv_cache_dtype=str(getattr(arguments, "kv_cache_dtype", "auto") or "auto"),

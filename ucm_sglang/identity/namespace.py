@@ -92,7 +92,7 @@ class Namespace:
     layer_start: int
     """First layer of the model in this pool: with pipeline parallelism, equal shapes hold other layers."""
     layer_end: int
-    """End of the layer range, exclusive."""
+    """End of the layer range, as the engine counts it."""
     num_layers: int
     """Layers the pool stores; fewer than the range in hybrid models."""
     head_num: int | None

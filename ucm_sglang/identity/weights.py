@@ -2,8 +2,8 @@
 
 A model in a hub cache is named by its commit. Any other directory is named by a digest of its configuration
 and model code (whole), and of its weight files: name, size, safetensors header and sampled pages. The cost
-is a few hundred 4 KiB reads a file, whatever its size: from the page cache, 100 files of 4 GiB with 250 tensors
-each took 0.19 s, and 163 files with 560 tensors each 0.7 s (2-core AMD EPYC).
+is a few hundred 4 KiB reads a file, whatever its size: from the page cache, 100 files of 4 GiB with 250
+tensors each took 0.19 s, and 163 files with 560 tensors each 0.7 s (2-core AMD EPYC).
 
 What sampling cannot see: a change confined to pages that are not sampled, in a file of unchanged size. Every
 tensor of a safetensors file is sampled in its middle (up to `MAX_TENSOR_SAMPLES` a file), so a tensor that

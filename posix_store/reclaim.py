@@ -12,8 +12,18 @@ import os
 import time
 
 from posix_store.root import NAMESPACE_FILE, STORE_FILE, StoreRoot
-from posix_store.segment import RECORD_BYTES, SegmentName
-from posix_store.syscalls import Syscalls
+from posix_store.segment import (
+    EVICT,
+    JOURNAL_MAGIC,
+    PUT,
+    RECORD_BYTES,
+    SEGMENT_HEADER_BYTES,
+    FormatError,
+    SegmentName,
+    decode_header,
+    decode_records,
+)
+from posix_store.syscalls import Syscalls, read_at
 
 logger = logging.getLogger(__name__)
 
@@ -32,44 +42,62 @@ def trim(calls: Syscalls, fd: int) -> None:
 
 
 def reclaim(root: StoreRoot) -> None:
-    """Trim the files of dead writers, delete those without a single record, and old temporary files."""
+    """Cut back the files of dead writers, delete those without a record, and old temporary files."""
     try:
         _old_temporaries(root, root.path, STORE_FILE)
         for namespace in root.namespaces():
-            directory = root.namespace_path(namespace)
-            _old_temporaries(root, directory, NAMESPACE_FILE)
-            _namespace(root.syscalls, directory)
+            _old_temporaries(root, root.namespace_path(namespace), NAMESPACE_FILE)
+            _namespace(root, namespace)
     except OSError as error:
         logger.warning("store %s: cannot look for what dead writers left: %s", root.path, error)
 
 
-def _namespace(calls: Syscalls, directory: str) -> None:
-    parsed = (SegmentName.parse(name) for name in calls.listdir(directory))
+def _namespace(root: StoreRoot, namespace: str) -> None:
+    directory = root.namespace_path(namespace)
+    parsed = (SegmentName.parse(name) for name in root.syscalls.listdir(directory))
     for name in {item[0] for item in parsed if item}:
-        with contextlib.suppress(OSError):
-            _segment(calls, os.path.join(directory, name.data), os.path.join(directory, name.journal))
+        paths = [os.path.join(directory, name.data), os.path.join(directory, name.journal)]
+        with contextlib.suppress(OSError, FormatError):
+            _segment(root.syscalls, paths, bytes.fromhex(namespace))
 
 
-def _segment(calls: Syscalls, data: str, journal: str) -> None:
+def _segment(calls: Syscalls, paths: list[str], namespace: bytes) -> None:
+    """Cut a dead writer's segment and journal back to the last batch that was published.
+
+    Raises `OSError` when the writer lives, and `FormatError` when the journal is not for us to judge.
+    """
     with contextlib.ExitStack() as stack:
-        opened = []
-        for path in (data, journal):
-            try:
-                fd = calls.open(path, os.O_RDWR)
-            except FileNotFoundError:
-                continue
-            stack.callback(calls.close, fd)
-            # Refused while its writer lives, and where locks do not work. Held until the end of the block.
-            calls.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            opened.append((path, fd))
-        records = calls.fstat(opened[-1][1]).st_size - RECORD_BYTES if len(opened) == 2 else 0
-        if records >= RECORD_BYTES:
-            for _, fd in opened:
-                trim(calls, fd)
+        opened = {}
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                opened[path] = calls.open(path, os.O_RDWR)
+                stack.callback(calls.close, opened[path])
+                # Refused while its writer lives, and where locks do not work. Held until the end.
+                calls.flock(opened[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        journal_end, data_end = 0, 0
+        if len(opened) == 2:
+            journal_end, data_end = _published(calls, opened[paths[1]], namespace)
+        if data_end:
+            for path, end in zip(paths, (data_end, journal_end), strict=True):
+                calls.ftruncate(opened[path], min(end, calls.fstat(opened[path]).st_size))
             return
-        logger.info("deleting %s: its writer died before it had stored anything", data)
-        for path, _ in opened:
+        logger.info("deleting %s: its writer died before it had stored anything", paths[0])
+        for path in opened:
             calls.unlink(path)
+
+
+def _published(calls: Syscalls, journal: int, namespace: bytes) -> tuple[int, int]:
+    """Where the last whole batch of a journal ends, and where its bytes end in the segment; 0 for nothing."""
+    size = calls.fstat(journal).st_size
+    if size < RECORD_BYTES:
+        return 0, 0
+    decode_header(read_at(calls, journal, RECORD_BYTES, 0), JOURNAL_MAGIC, namespace)
+    records, consumed, _ = decode_records(read_at(calls, journal, size - RECORD_BYTES, RECORD_BYTES))
+    puts = records[records["kind"] == PUT]
+    if not len(puts) and not (records["kind"] == EVICT).any():
+        return 0, 0
+    ends = puts["offset"] + puts["length"]
+    return RECORD_BYTES + consumed, max(SEGMENT_HEADER_BYTES, int(ends.max(initial=0)))
 
 
 def _old_temporaries(root: StoreRoot, directory: str, base: str) -> None:

@@ -43,6 +43,13 @@ from posix_store.syscalls import write_at
 logger = logging.getLogger(__name__)
 
 
+_CREATE_ATTEMPTS = 3
+
+
+class _TakenForAbandonedError(OSError):
+    """Another process deleted a segment file that was just being made."""
+
+
 @dataclass(frozen=True)
 class Extent:
     """Space for one batch: `offset` is 4 KiB-aligned in the segment."""
@@ -188,6 +195,12 @@ class SegmentWriter:
 
     def _create(self) -> OpenSegment:
         self._root.make_namespace(self._namespace, self._identity)
+        for _ in range(_CREATE_ATTEMPTS - 1):
+            with contextlib.suppress(_TakenForAbandonedError):
+                return self._try_create()
+        return self._try_create()
+
+    def _try_create(self) -> OpenSegment:
         name = SegmentName(self._writer, self._seq)
         self._seq += 1
         uid = secrets.token_bytes(16)
@@ -230,7 +243,7 @@ class SegmentWriter:
             logger.debug("no lock on %s: %s; other processes will take it for live", path, error)
             return
         if not locked or self._calls.fstat(fd).st_nlink == 0:
-            raise OSError(errno.EAGAIN, "a new segment file was taken for an abandoned one", path)
+            raise _TakenForAbandonedError(errno.EAGAIN, "taken for an abandoned segment", path)
 
     def _write_header(self, file: GrownFile, magic: bytes, uid: bytes, size: int) -> None:
         header = encode_header(magic, uid, bytes.fromhex(self._namespace), time.time_ns())

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from posix_store.errors import Reason
-from posix_store.reclaim import reclaim, trim
+from posix_store.reclaim import reclaim
 from posix_store.root import DEFAULT_MIN_FREE_SHARE, StoreRoot
 from posix_store.segment import EXTENT_ALIGNMENT, align
 from posix_store.syscalls import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE
@@ -91,12 +91,8 @@ class SpaceKeeper:
             yield
             return
         with contextlib.ExitStack() as stack:
-            if not stack.enter_context(self._root.lock(LOCK_TIMEOUT)):
-                raise NoSpace(Reason.FULL, f"the store lock was not to be had within {LOCK_TIMEOUT} s")
-            if not self._reclaimed:
-                self._reclaimed = True
-                reclaim(self._root)
-            self._admit(ends)
+            stack.enter_context(self.locked())
+            self.admit(ends)
             if self.preallocates:
                 stack.close()
                 yield
@@ -105,13 +101,29 @@ class SpaceKeeper:
                 for file, end in ends:
                     file.allocated = max(file.allocated, align(end))
 
-    def _admit(self, ends: list[tuple[GrownFile, int]]) -> None:
-        needed = sum(max(0, align(end) - file.allocated) for file, end in ends)
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """The store lock, for the body of the `with`. Raises `NoSpace` when it cannot be had in time."""
+        with self._root.lock(LOCK_TIMEOUT) as held:
+            if not held:
+                raise NoSpace(Reason.FULL, f"the store lock was not to be had within {LOCK_TIMEOUT} s")
+            if not self._reclaimed:
+                self._reclaimed = True
+                reclaim(self._root)
+            yield
+
+    def require(self, needed: int) -> int:
+        """Bytes that may be allocated now; raises `NoSpace` when there are fewer than `needed`."""
         available = self.available()
         if needed > available:
             self._say_full(needed, available)
             raise NoSpace(Reason.FULL, f"{needed} bytes needed, {available} available", available)
-        spare = min(self._chunk, (available - needed) // 8)
+        return available
+
+    def admit(self, ends: list[tuple[GrownFile, int]]) -> None:
+        """Make room for files to grow to the given ends. The caller holds the store lock."""
+        needed = sum(max(0, align(end) - file.allocated) for file, end in ends)
+        spare = min(self._chunk, (self.require(needed) - needed) // 8)
         for file, end in ends:
             # The journal grows by a record where the segment grows by a block: a small share is plenty.
             share = spare if file.path.endswith(".seg") else spare // 64
@@ -155,7 +167,3 @@ class SpaceKeeper:
             self._root.syscalls.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, start, end - start)
         except OSError as error:
             logger.debug("store %s: cannot punch: %s", self._root.path, error)
-
-    def trim(self, fd: int) -> None:
-        """Give back what was preallocated beyond the end of a file that nobody appends to any more."""
-        trim(self._root.syscalls, fd)

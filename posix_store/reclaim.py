@@ -30,17 +30,6 @@ logger = logging.getLogger(__name__)
 _TEMPORARY_SECONDS = 3600
 
 
-def trim(calls: Syscalls, fd: int) -> None:
-    """Free the blocks preallocated beyond the end of a file.
-
-    Truncating it to its own size does that everywhere; punching a hole does not on ext4.
-    """
-    try:
-        calls.ftruncate(fd, calls.fstat(fd).st_size)
-    except OSError as error:
-        logger.debug("cannot trim: %s", error)
-
-
 def reclaim(root: StoreRoot) -> None:
     """Cut back the files of dead writers, delete those without a record, and old temporary files."""
     try:

@@ -82,15 +82,13 @@ class StoreRoot:
 
     def _list_or_create(self, create: bool) -> list[str]:
         try:
-            status = self.syscalls.stat(os.path.realpath(self.path))
+            status = self.syscalls.stat(self.path)
         except FileNotFoundError:
             if not create:
                 raise StoreError(
                     f"path = {self.path}: no store here; make one with `ucm-sglang init`"
                 ) from None
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                self.syscalls.mkdir(self.path)
+            self.syscalls.makedirs(self.path)
             return []
         if not stat.S_ISDIR(status.st_mode):
             raise StoreError(
@@ -146,7 +144,7 @@ class StoreRoot:
 
     def _explain(self, error: OSError) -> str:
         try:
-            status = os.stat(self.path)
+            status = self.syscalls.stat(self.path)
             owner = f"owner {status.st_uid}:{status.st_gid}, mode {stat.S_IMODE(status.st_mode):o}"
         except OSError:
             owner = "cannot be examined"
@@ -166,6 +164,8 @@ class StoreRoot:
         try:
             try:
                 write_at(calls, fd, data, 0)
+                # Without this, a power failure can leave the new name on an empty file.
+                calls.fsync(fd)
             finally:
                 calls.close(fd)
             calls.rename(temporary, path)

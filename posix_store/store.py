@@ -81,6 +81,8 @@ class PosixStore:
         if not NAMESPACE_NAME.fullmatch(namespace):
             raise StoreError(f"namespace = {namespace!r}: must be 32 lower-case hex digits")
         _positive(capacity=capacity, segment_bytes=segment_bytes, io_threads=io_threads, timeout=timeout)
+        if min_free is not None and min_free < 0:
+            raise StoreError(f"min_free = {min_free}: must be 0 or more bytes")
         calls = syscalls or Syscalls()
         self.namespace = namespace
         self.root = StoreRoot(root, capacity=capacity, create=writable, syscalls=calls)

@@ -73,7 +73,7 @@ class Syscalls:
         return os.fstat(fd)
 
     def stat(self, path: str) -> os.stat_result:
-        return os.stat(path, follow_symlinks=False)
+        return os.stat(path)
 
     def statvfs(self, path: str) -> os.statvfs_result:
         return os.statvfs(path)
@@ -84,8 +84,8 @@ class Syscalls:
     def mkdir(self, path: str) -> None:
         os.mkdir(path)
 
-    def rmdir(self, path: str) -> None:
-        os.rmdir(path)
+    def makedirs(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
 
     def rename(self, source: str, target: str) -> None:
         os.replace(source, target)

@@ -8,10 +8,8 @@ the batch does not exist for anybody (invariant I2).
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,34 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from posix_store.capacity import LOCK_TIMEOUT, GrownFile, SpaceKeeper
+from posix_store.capacity import NoSpace, SpaceKeeper
 from posix_store.catalog import SegmentInfo
+from posix_store.open_segment import OpenSegment, create_segment
 from posix_store.root import StoreRoot
 from posix_store.segment import (
     EVICT,
-    JOURNAL_MAGIC,
+    EXTENT_ALIGNMENT,
     MAX_BATCH_RECORDS,
     RECORD,
     RECORD_BYTES,
-    SEAL,
     SEGMENT_HEADER_BYTES,
-    SEGMENT_MAGIC,
     SegmentName,
     align,
-    encode_header,
     new_writer_name,
-    seal_records,
 )
-from posix_store.syscalls import write_at
 
 logger = logging.getLogger(__name__)
 
-
-_CREATE_ATTEMPTS = 3
-
-
-class _TakenForAbandonedError(OSError):
-    """Another process deleted a segment file that was just being made."""
+_NEW_SEGMENT_BYTES = 4 * EXTENT_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -61,19 +50,6 @@ class Extent:
     @property
     def fd(self) -> int:
         return self.segment.data.fd
-
-
-class OpenSegment:
-    """A segment being written, and its journal."""
-
-    def __init__(self, info: SegmentInfo, data: GrownFile, journal: GrownFile) -> None:
-        self.data = data
-        self.journal = journal
-        self.cursor = SEGMENT_HEADER_BYTES
-        self.journal_end = RECORD_BYTES
-        self.info = info
-        self.users = 0
-        self.broken = False
 
 
 class SegmentWriter:
@@ -121,6 +97,9 @@ class SegmentWriter:
             OSError: the file system failed.
         """
         with contextlib.ExitStack() as stack:
+            with self._lock:
+                if self._current is None:
+                    self._current = self._create()  # which finds out whether space can be preallocated
             if not self._space.preallocates:
                 # The store lock is then held for the whole dump. Waiting for it with the other lock in hand
                 # would keep the dump that has it from publishing.
@@ -129,7 +108,7 @@ class SegmentWriter:
                 segment = self._writable(length)
                 ends = [
                     (segment.data, segment.cursor + length),
-                    (segment.journal, segment.journal_end + records * RECORD_BYTES),
+                    (segment.journal, segment.journal_end + self._journal_bytes(records)),
                 ]
                 stack.enter_context(self._space.reserve(ends))
                 extent = Extent(segment, segment.cursor, length)
@@ -160,8 +139,13 @@ class SegmentWriter:
         """
         with self._lock:
             self._evictions = (self._evictions + located)[-MAX_BATCH_RECORDS:]
-            if self._current is not None:
-                self._record_evictions(self._current)
+            segment = self._current
+            if segment is None or not self._space.preallocates:
+                return
+            with contextlib.suppress(NoSpace, OSError):
+                end = segment.journal_end + self._journal_bytes(0)
+                with self._space.reserve([(segment.journal, end)]):
+                    self._record_evictions(segment)
 
     def close(self) -> None:
         """Seal the current segment. Not needed for correctness (invariant I9). Idempotent."""
@@ -176,11 +160,15 @@ class SegmentWriter:
         current = self._current
         if current is not None:
             full = current.cursor > SEGMENT_HEADER_BYTES and current.cursor + length > self._segment_bytes
-            if full or current.info.dropped or self._unlinked(current):
+            if full or current.info.dropped or current.deleted():
                 self._retire()
         if self._current is None:
             self._current = self._create()
         return self._current
+
+    def _journal_bytes(self, records: int) -> int:
+        """Bytes that a batch adds to the journal, with what is waiting to be recorded and the final SEAL."""
+        return (records + len(self._evictions) + 1) * RECORD_BYTES
 
     def _give_back(self, extent: Extent) -> None:
         with self._lock:
@@ -189,65 +177,16 @@ class SegmentWriter:
             else:
                 self._space.punch(extent.fd, extent.offset, extent.offset + extent.length)
 
-    def _unlinked(self, segment: OpenSegment) -> bool:
-        """Has `clear` in another process, or an operator, deleted the files?"""
-        return any(self._calls.fstat(f.fd).st_nlink == 0 for f in (segment.data, segment.journal))
-
     def _create(self) -> OpenSegment:
-        self._root.make_namespace(self._namespace, self._identity)
-        for _ in range(_CREATE_ATTEMPTS - 1):
-            with contextlib.suppress(_TakenForAbandonedError):
-                return self._try_create()
-        return self._try_create()
-
-    def _try_create(self) -> OpenSegment:
-        name = SegmentName(self._writer, self._seq)
-        self._seq += 1
-        uid = secrets.token_bytes(16)
-        opened: list[GrownFile] = []
-        try:
-            for file_name in (name.data, name.journal):
-                opened.append(self._open_new(file_name))
-            data, journal = opened
-            ends = [(data, SEGMENT_HEADER_BYTES), (journal, RECORD_BYTES)]
-            with self._space.reserve(ends):
-                self._write_header(data, SEGMENT_MAGIC, uid, SEGMENT_HEADER_BYTES)
-                self._write_header(journal, JOURNAL_MAGIC, uid, RECORD_BYTES)
-            return OpenSegment(self._register(name, uid), data, journal)
-        except BaseException:
-            for file in opened:
-                with contextlib.suppress(OSError):
-                    self._calls.unlink(file.path)
-                with contextlib.suppress(OSError):
-                    self._calls.close(file.fd)
-            raise
-
-    def _open_new(self, file_name: str) -> GrownFile:
-        path = os.path.join(self._root.namespace_path(self._namespace), file_name)
-        fd = self._calls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            self._mark_as_live(fd, path)
-        except BaseException:
-            self._calls.close(fd)
-            raise
-        return GrownFile(fd, path)
-
-    def _mark_as_live(self, fd: int, path: str) -> None:
-        """Take the lock that tells a living writer from a dead one; held for as long as this process lives.
-
-        Others may hold it for a moment, to ask, or to delete the file because it looked abandoned.
-        """
-        try:
-            locked = self._root.try_lock(fd, LOCK_TIMEOUT)
-        except OSError as error:
-            logger.debug("no lock on %s: %s; other processes will take it for live", path, error)
-            return
-        if not locked or self._calls.fstat(fd).st_nlink == 0:
-            raise _TakenForAbandonedError(errno.EAGAIN, "taken for an abandoned segment", path)
-
-    def _write_header(self, file: GrownFile, magic: bytes, uid: bytes, size: int) -> None:
-        header = encode_header(magic, uid, bytes.fromhex(self._namespace), time.time_ns())
-        write_at(self._calls, file.fd, header.ljust(size, b"\0"), 0)
+        with self._space.locked():
+            # Two directory entries at most, NAMESPACE.json, and the two headers.
+            self._space.require(_NEW_SEGMENT_BYTES)
+            self._root.make_namespace(self._namespace, self._identity)
+            name = SegmentName(self._writer, self._seq)
+            self._seq += 1
+            return create_segment(
+                self._root, self._namespace, name, self._space, self._register, self._journal_bytes(0)
+            )
 
     def _record_evictions(self, segment: OpenSegment) -> None:
         located, self._evictions = self._evictions, []
@@ -265,42 +204,20 @@ class SegmentWriter:
             logger.warning("cannot record %d damaged blocks in the journal: %s", len(located), error)
 
     def _append(self, segment: OpenSegment, records: np.ndarray) -> None:
-        if segment.broken:
-            raise OSError(errno.EBADF, "the journal is closed after a failed append")
         try:
-            for start in range(0, len(records), MAX_BATCH_RECORDS):
-                data = seal_records(records[start : start + MAX_BATCH_RECORDS])
-                write_at(self._calls, segment.journal.fd, data, segment.journal_end)
-                segment.journal_end += len(data)
-        except OSError:
-            # What was written of the batch is an unfinished tail, which readers ignore for as long as
-            # nothing follows it. So nothing ever may.
-            segment.broken = True
-            if self._current is segment:
+            segment.append(records)
+        finally:
+            if segment.broken and segment is self._current:
                 self._retire()
-            raise
 
     def _retire(self) -> None:
         """Take no more extents from the current segment; dumps under way may still publish."""
         segment, self._current = self._current, None
         if segment is not None and segment.users == 0:
-            self._finish(segment)
+            segment.finish()
 
     def _release(self, segment: OpenSegment) -> None:
         with self._lock:
             segment.users -= 1
             if segment is not self._current and segment.users == 0:
-                self._finish(segment)
-
-    def _finish(self, segment: OpenSegment) -> None:
-        """Tell readers that nothing follows, give back what was reserved beyond the end, close the files."""
-        if not segment.broken:
-            record = np.zeros(1, RECORD)
-            record["kind"] = SEAL
-            record["time"] = int(time.time())
-            with contextlib.suppress(OSError):
-                self._append(segment, record)
-        for file in (segment.data, segment.journal):
-            self._space.trim(file.fd)
-            with contextlib.suppress(OSError):
-                self._calls.close(file.fd)
+                segment.finish()

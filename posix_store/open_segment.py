@@ -1,0 +1,146 @@
+"""A segment that this process is writing, and its journal."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from posix_store.capacity import LOCK_TIMEOUT, GrownFile, SpaceKeeper
+from posix_store.catalog import SegmentInfo
+from posix_store.root import StoreRoot
+from posix_store.segment import (
+    JOURNAL_MAGIC,
+    MAX_BATCH_RECORDS,
+    RECORD,
+    RECORD_BYTES,
+    SEAL,
+    SEGMENT_HEADER_BYTES,
+    SEGMENT_MAGIC,
+    SegmentName,
+    encode_header,
+    seal_records,
+)
+from posix_store.syscalls import Syscalls, write_at
+
+logger = logging.getLogger(__name__)
+
+
+class OpenSegment:
+    """The files of one segment. Not thread-safe: its writer's lock guards it.
+
+    Attributes:
+        cursor: where the next extent begins.
+        users: dumps that have an extent in it.
+        broken: a journal append failed, so nothing may be appended any more.
+    """
+
+    def __init__(self, calls: Syscalls, info: SegmentInfo, data: GrownFile, journal: GrownFile) -> None:
+        self.info = info
+        self.data = data
+        self.journal = journal
+        self.cursor = SEGMENT_HEADER_BYTES
+        self.journal_end = RECORD_BYTES
+        self.users = 0
+        self.broken = False
+        self._calls = calls
+
+    def append(self, records: np.ndarray) -> None:
+        """Append records to the journal. Raises `OSError`; then none of the last append is ever visible."""
+        if self.broken:
+            raise OSError(errno.EBADF, "the journal is closed after a failed append")
+        try:
+            for start in range(0, len(records), MAX_BATCH_RECORDS):
+                data = seal_records(records[start : start + MAX_BATCH_RECORDS])
+                write_at(self._calls, self.journal.fd, data, self.journal_end)
+                self.journal_end += len(data)
+        except OSError:
+            # What was written of the batch is an unfinished tail, which readers ignore for as long as
+            # nothing follows it. So nothing ever may.
+            self.broken = True
+            raise
+
+    def deleted(self) -> bool:
+        """Has `clear` in another process, or an operator, deleted the files? Raises `OSError`."""
+        return any(self._calls.fstat(f.fd).st_nlink == 0 for f in (self.data, self.journal))
+
+    def finish(self) -> None:
+        """Tell readers that nothing follows, give back space that holds nothing published, close the files.
+
+        A segment that holds no record is deleted.
+        """
+        if self.journal_end == RECORD_BYTES:
+            discard(self._calls, [self.data, self.journal])
+            return
+        if not self.broken:
+            record = np.zeros(1, RECORD)
+            record["kind"] = SEAL
+            record["time"] = int(time.time())
+            with contextlib.suppress(OSError):
+                self.append(record)
+        for file, end in ((self.data, self.cursor), (self.journal, self.journal_end)):
+            with contextlib.suppress(OSError):
+                # Also frees what was preallocated behind the end, which punching does not on ext4.
+                self._calls.ftruncate(file.fd, min(end, self._calls.fstat(file.fd).st_size))
+            with contextlib.suppress(OSError):
+                self._calls.close(file.fd)
+
+
+def create_segment(
+    root: StoreRoot,
+    namespace: str,
+    name: SegmentName,
+    space: SpaceKeeper,
+    register: Callable[[SegmentName, bytes], SegmentInfo],
+    journal_bytes: int,
+) -> OpenSegment:
+    """Make the files of a new segment, with their headers and room for `journal_bytes` of records.
+
+    The caller holds the store lock, so that no other process takes the empty files for a dead writer's.
+
+    Raises:
+        NoSpace, OSError: nothing is left behind.
+    """
+    calls = root.syscalls
+    uid = secrets.token_bytes(16)
+    opened: list[GrownFile] = []
+    try:
+        for file_name in (name.data, name.journal):
+            opened.append(_open_new(root, os.path.join(root.namespace_path(namespace), file_name)))
+        data, journal = opened
+        space.admit([(data, SEGMENT_HEADER_BYTES), (journal, RECORD_BYTES + journal_bytes)])
+        headers = ((data, SEGMENT_MAGIC, SEGMENT_HEADER_BYTES), (journal, JOURNAL_MAGIC, RECORD_BYTES))
+        for file, magic, size in headers:
+            header = encode_header(magic, uid, bytes.fromhex(namespace), time.time_ns())
+            write_at(calls, file.fd, header.ljust(size, b"\0"), 0)
+        return OpenSegment(calls, register(name, uid), data, journal)
+    except BaseException:
+        discard(calls, opened)
+        raise
+
+
+def discard(calls: Syscalls, files: list[GrownFile]) -> None:
+    """Delete and close files that hold nothing."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            calls.unlink(file.path)
+        with contextlib.suppress(OSError):
+            calls.close(file.fd)
+
+
+def _open_new(root: StoreRoot, path: str) -> GrownFile:
+    """Create a file, locked for as long as this process lives, so that others know its writer is alive."""
+    fd = root.syscalls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        # Somebody who asks whether the file has a writer holds the lock for a moment.
+        if not root.try_lock(fd, LOCK_TIMEOUT):
+            logger.warning("%s is locked by others; its space may be reclaimed while it is written", path)
+    except OSError as error:
+        logger.debug("no lock on %s: %s; other processes will take it for live", path, error)
+    return GrownFile(fd, path)

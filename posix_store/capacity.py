@@ -39,10 +39,11 @@ class GrownFile:
 class NoSpace(Exception):
     """The blocks of a dump cannot be stored; `reason` says which limit stands in the way."""
 
-    def __init__(self, reason: Reason, message: str, available: int = 0) -> None:
+    def __init__(self, reason: Reason, message: str, missing: int | None = None) -> None:
         super().__init__(message)
         self.reason = reason
-        self.available = available
+        self.missing = missing
+        """Bytes by which the dump is too large; None when a smaller one would not help."""
 
 
 class SpaceKeeper:
@@ -117,7 +118,7 @@ class SpaceKeeper:
         available = self.available()
         if needed > available:
             self._say_full(needed, available)
-            raise NoSpace(Reason.FULL, f"{needed} bytes needed, {available} available", available)
+            raise NoSpace(Reason.FULL, f"{needed} bytes needed, {available} available", needed - available)
         return available
 
     def admit(self, ends: list[tuple[GrownFile, int]]) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ from posix_store.segment import (
     decode_records,
 )
 from posix_store.shards import ShardAssembler
-from posix_store.syscalls import read_at
+from posix_store.syscalls import close_quietly, read_at
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class Catalog:
     def __init__(self, root: StoreRoot, namespace: str) -> None:
         self.index = Index()
         self.counters = CatalogCounters()
+        self.on_drop: Callable[[int], None] = lambda number: None
+        """Called with the number of each segment that is forgotten; must be quick and not call back."""
         self._root = root
         self._calls = root.syscalls
         self._namespace = namespace
@@ -208,7 +211,7 @@ class Catalog:
                 segment.read += consumed
                 self.counters.damaged_records += damaged
         finally:
-            self._calls.close(fd)
+            close_quietly(self._calls, fd)
         return evictions
 
     def _add(self, name: SegmentName, uid: bytes, own: bool) -> SegmentInfo:
@@ -224,6 +227,7 @@ class Catalog:
         segment.dropped = True
         self.index.drop_segment(segment.number)
         self._assembler.forget(segment.number)
+        self.on_drop(segment.number)
 
     def _apply(self, segment: SegmentInfo, records: np.ndarray) -> list[np.ndarray]:
         kind = records["kind"]

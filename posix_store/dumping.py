@@ -14,7 +14,7 @@ from posix_store.counters import Counters
 from posix_store.engine import Engine, reason_of
 from posix_store.errors import Reason
 from posix_store.loading import MIN_REQUEST_BYTES
-from posix_store.segment import EXTENT_ALIGNMENT, PUT, RECORD, RECORD_BYTES
+from posix_store.segment import PUT, RECORD
 from posix_store.transfer import Transfer, plan
 from posix_store.writer import Extent, SegmentWriter
 
@@ -91,28 +91,21 @@ class Dumper:
         """Write blocks and publish their records; as many of the first ones as there is space for."""
         if self._read_only:
             return np.full(len(records), Reason.READ_ONLY, np.uint8)
-        try:
-            return self._write(records, addresses, sizes, deadline)
-        except NoSpace as full:
-            status = np.full(len(records), full.reason, np.uint8)
-            # A prefix of the batch is useful; the space asked for is rounded up to 4 KiB three times.
-            each = int(sizes.sum()) + RECORD_BYTES
-            fits = min(len(records) - 1, (full.available - 3 * EXTENT_ALIGNMENT) // each)
-            if fits > 0:
-                status[:fits] = self._write_or_reason(records[:fits], addresses[:fits], sizes, deadline)
-            return status
-        except OSError as error:
-            return self._failed(error, len(records))
-
-    def _write_or_reason(
-        self, records: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float
-    ) -> np.ndarray:
-        try:
-            return self._write(records, addresses, sizes, deadline)
-        except NoSpace as full:
-            return np.full(len(records), full.reason, np.uint8)
-        except OSError as error:
-            return self._failed(error, len(records))
+        status = np.zeros(len(records), np.uint8)
+        count, length = len(records), int(sizes.sum())
+        while count > 0:
+            try:
+                status[:count] = self._write(records[:count], addresses[:count], sizes, deadline)
+                break
+            except NoSpace as full:
+                status[:count] = full.reason
+                if full.missing is None:
+                    break
+                count -= -(-full.missing // length)
+            except OSError as error:
+                status[:count] = self._failed(error, count)
+                break
+        return status
 
     def _write(
         self, records: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float

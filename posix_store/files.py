@@ -15,7 +15,7 @@ from posix_store.catalog import Catalog
 from posix_store.engine import reason_of
 from posix_store.errors import Reason
 from posix_store.segment import RECORD_BYTES, SEGMENT_MAGIC, FormatError, decode_header
-from posix_store.syscalls import Syscalls, read_at
+from posix_store.syscalls import Syscalls, close_quietly, read_at
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class SegmentFiles:
         self._lock = threading.Lock()
         self._open: OrderedDict[int, int] = OrderedDict()
         self._users: dict[int, int] = {}
+        catalog.on_drop = self._close_dropped
 
     @contextlib.contextmanager
     def opened(self, numbers: np.ndarray) -> Iterator[tuple[dict[int, int], dict[int, Reason]]]:
@@ -88,7 +89,7 @@ class SegmentFiles:
             if uid != segment.uid:
                 raise FormatError(f"segment is {uid.hex()}, its journal says {segment.uid.hex()}")
         except BaseException:
-            self._calls.close(fd)
+            close_quietly(self._calls, fd)
             raise
         return fd
 
@@ -99,13 +100,18 @@ class SegmentFiles:
                 del self._users[number]
             self._close_down_to(self._limit)
 
+    def _close_dropped(self, number: int) -> None:
+        """Let a deleted file go at once: while it is open, its space is not free."""
+        with self._lock:
+            if number in self._open and number not in self._users:
+                close_quietly(self._calls, self._open.pop(number))
+
     def _close_down_to(self, limit: int) -> None:
         idle = [number for number in self._open if number not in self._users]
         gone = [number for number in idle if self._catalog.segment(number).dropped]
         for number in gone + idle[: max(0, len(self._open) - limit)]:
             if number in self._open:
-                with contextlib.suppress(OSError):
-                    self._calls.close(self._open.pop(number))
+                close_quietly(self._calls, self._open.pop(number))
 
     def _refuse(self, number: int, why: str) -> None:
         logger.warning("forgetting segment %s: %s", self._catalog.segment(number).name.data, why)

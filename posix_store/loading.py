@@ -52,8 +52,8 @@ class Loader:
         status[at.present] = Reason.LENGTH
         wanted = np.flatnonzero(at.present & (at.length == length))
         if wanted.size:
-            status[wanted] = self._read(at.take(wanted), addresses[wanted], sizes, deadline)
-            self._forget(ids, shards, at, status, wanted)
+            status[wanted], opened = self._read(at.take(wanted), addresses[wanted], sizes, deadline)
+            self._forget(ids, shards, at, status, wanted[opened])
         self._counters.loaded(status, length)
         return status
 
@@ -75,31 +75,34 @@ class Loader:
             at = self._catalog.index.locate(ids, shards)
         return at
 
-    def _read(self, at: Locations, addresses: np.ndarray, sizes: np.ndarray, deadline: float) -> np.ndarray:
+    def _read(
+        self, at: Locations, addresses: np.ndarray, sizes: np.ndarray, deadline: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Read n blocks: uint8 (n,) of `Reason`, and bool (n,): whose segment could be opened."""
         status = np.zeros(len(addresses), np.uint8)
         numbers, which = np.unique(at.segment, return_inverse=True)
         with self._files.opened(numbers) as (fds, failed):
             for number, reason in failed.items():
                 status[at.segment == number] = reason
             fd_of = np.array([fds.get(int(number), -1) for number in numbers], np.int32)[which]
-            readable = np.flatnonzero(fd_of >= 0)
-            if not readable.size:
-                return status
-            share = readable.size * int(sizes.sum()) // self._io_threads + 1
-            transfer, order = plan(
-                addresses[readable], sizes, fd_of[readable], at.offset[readable], at.crc[readable],
-                max(MIN_REQUEST_BYTES, share),
-            )  # fmt: skip
-            self._engine.read(transfer, deadline, self._verify)
-            status[readable[order]] = transfer.status
-        return status
+            opened = fd_of >= 0
+            readable = np.flatnonzero(opened)
+            if readable.size:
+                share = readable.size * int(sizes.sum()) // self._io_threads + 1
+                transfer, order = plan(
+                    addresses[readable], sizes, fd_of[readable], at.offset[readable], at.crc[readable],
+                    max(MIN_REQUEST_BYTES, share),
+                )  # fmt: skip
+                self._engine.read(transfer, deadline, self._verify)
+                status[readable[order]] = transfer.status
+        return status, opened
 
     def _forget(
-        self, ids: np.ndarray, shards: np.ndarray, at: Locations, status: np.ndarray, wanted: np.ndarray
+        self, ids: np.ndarray, shards: np.ndarray, at: Locations, status: np.ndarray, tried: np.ndarray
     ) -> None:
         """Drop blocks that cannot be read, so that they are stored again when they are computed again."""
-        unreadable = np.isin(status[wanted], (Reason.CHECKSUM, Reason.LENGTH, Reason.IO_ERROR))
-        bad = wanted[unreadable]
+        unreadable = np.isin(status[tried], (Reason.CHECKSUM, Reason.LENGTH, Reason.IO_ERROR))
+        bad = tried[unreadable]
         if not bad.size:
             return
         self._catalog.index.drop(ids[bad], shards[bad], at.take(bad))

@@ -27,7 +27,7 @@ from posix_store.segment import (
     encode_header,
     seal_records,
 )
-from posix_store.syscalls import Syscalls, write_at
+from posix_store.syscalls import Syscalls, close_quietly, write_at
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,7 @@ class OpenSegment:
             with contextlib.suppress(OSError):
                 # Also frees what was preallocated behind the end, which punching does not on ext4.
                 self._calls.ftruncate(file.fd, min(end, self._calls.fstat(file.fd).st_size))
-            with contextlib.suppress(OSError):
-                self._calls.close(file.fd)
+            close_quietly(self._calls, file.fd)
 
 
 def create_segment(
@@ -130,8 +129,7 @@ def discard(calls: Syscalls, files: list[GrownFile]) -> None:
     for file in files:
         with contextlib.suppress(OSError):
             calls.unlink(file.path)
-        with contextlib.suppress(OSError):
-            calls.close(file.fd)
+        close_quietly(calls, file.fd)
 
 
 def _open_new(root: StoreRoot, path: str) -> GrownFile:

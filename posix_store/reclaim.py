@@ -6,6 +6,7 @@ Runs under the store lock, once in each process that writes, before its first re
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -23,7 +24,7 @@ from posix_store.segment import (
     decode_header,
     decode_records,
 )
-from posix_store.syscalls import Syscalls, read_at
+from posix_store.syscalls import Syscalls, close_quietly, read_at
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def _segment(calls: Syscalls, paths: list[str], namespace: bytes) -> None:
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 opened[path] = calls.open(path, os.O_RDWR)
-                stack.callback(calls.close, opened[path])
+                stack.callback(close_quietly, calls, opened[path])
                 # Refused while its writer lives, and where locks do not work. Held until the end.
                 calls.flock(opened[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
         journal_end, data_end = 0, 0
@@ -80,8 +81,11 @@ def _published(calls: Syscalls, journal: int, namespace: bytes) -> tuple[int, in
     size = calls.fstat(journal).st_size
     if size < RECORD_BYTES:
         return 0, 0
-    decode_header(read_at(calls, journal, RECORD_BYTES, 0), JOURNAL_MAGIC, namespace)
-    records, consumed, _ = decode_records(read_at(calls, journal, size - RECORD_BYTES, RECORD_BYTES))
+    data = read_at(calls, journal, size, 0)
+    if len(data) < size:
+        raise OSError(errno.EIO, "the journal could not be read whole, so nothing is deleted")
+    decode_header(data[:RECORD_BYTES], JOURNAL_MAGIC, namespace)
+    records, consumed, _ = decode_records(data[RECORD_BYTES:])
     puts = records[records["kind"] == PUT]
     if not len(puts) and not (records["kind"] == EVICT).any():
         return 0, 0

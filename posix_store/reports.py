@@ -18,6 +18,7 @@ from posix_store.errors import Reason
 from posix_store.files import SegmentFiles
 from posix_store.index import Entries
 from posix_store.root import StoreRoot
+from posix_store.syscalls import close_quietly
 from posix_store.transfer import plan
 
 _BATCH_BYTES = 32 << 20
@@ -100,7 +101,7 @@ def _has_writer(root: StoreRoot, path: str) -> bool:
     except OSError:
         return True
     finally:
-        root.syscalls.close(fd)
+        close_quietly(root.syscalls, fd)
 
 
 def verify_blocks(

@@ -22,7 +22,7 @@ from crc32c import crc32c
 
 from posix_store.errors import StoreError
 from posix_store.segment import FORMAT_VERSION, NAMESPACE_NAME, SegmentName
-from posix_store.syscalls import Syscalls, read_at, write_at
+from posix_store.syscalls import Syscalls, close_quietly, read_at, write_at
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class StoreRoot:
         try:
             return read_at(self.syscalls, fd, _MAX_JSON_BYTES, 0)
         finally:
-            self.syscalls.close(fd)
+            close_quietly(self.syscalls, fd)
 
     def namespaces(self) -> list[str]:
         """Names (32 hex digits) of the namespace directories."""
@@ -259,7 +259,7 @@ class StoreRoot:
         try:
             yield self.try_lock(fd, timeout)
         finally:
-            self.syscalls.close(fd)
+            close_quietly(self.syscalls, fd)
 
     def try_lock(self, fd: int, timeout: float) -> bool:
         """Lock an open file, trying for `timeout` seconds. Raises `OSError` when locks do not work."""

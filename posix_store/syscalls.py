@@ -5,6 +5,7 @@ Methods raise `OSError` and retry `EINTR`. All are thread-safe; none keeps state
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -95,6 +96,12 @@ class Syscalls:
 
     def flock(self, fd: int, operation: int) -> None:
         fcntl.flock(fd, operation)
+
+
+def close_quietly(calls: Syscalls, fd: int) -> None:
+    """Close a descriptor that nothing was written through: it is closed whatever the call returns."""
+    with contextlib.suppress(OSError):
+        calls.close(fd)
 
 
 def read_at(calls: Syscalls, fd: int, length: int, offset: int) -> bytes:

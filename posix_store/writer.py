@@ -98,6 +98,7 @@ class SegmentWriter:
         """
         with contextlib.ExitStack() as stack:
             with self._lock:
+                self._leave_parents_files()
                 if self._current is None:
                     self._current = self._create()  # which finds out whether space can be preallocated
             if not self._space.preallocates:
@@ -138,6 +139,7 @@ class SegmentWriter:
         loads never writes. Best effort, since a block that is found damaged again is a miss again.
         """
         with self._lock:
+            self._leave_parents_files()
             self._evictions = (self._evictions + located)[-MAX_BATCH_RECORDS:]
             segment = self._current
             if segment is None or not self._space.preallocates:
@@ -150,13 +152,17 @@ class SegmentWriter:
     def close(self) -> None:
         """Seal the current segment. Not needed for correctness (invariant I9). Idempotent."""
         with self._lock:
+            self._leave_parents_files()
             self._retire()
 
     # -- callers hold the lock ----------------------------------------------------------------------
 
-    def _writable(self, length: int) -> OpenSegment:
-        if self._pid != os.getpid():  # a forked child must not append to its parent's files
+    def _leave_parents_files(self) -> None:
+        """In a forked child, begin anew: the files that are open belong to the parent."""
+        if self._pid != os.getpid():
             self._pid, self._writer, self._seq, self._current = os.getpid(), new_writer_name(), 0, None
+
+    def _writable(self, length: int) -> OpenSegment:
         current = self._current
         if current is not None:
             full = current.cursor > SEGMENT_HEADER_BYTES and current.cursor + length > self._segment_bytes

@@ -69,13 +69,18 @@ def namespace_of(
 
 
 def _weights(config: StoreConfig, facts: ServerFacts) -> str:
+    """Fingerprints of everything whose weights decide the bytes: target, draft, and adapters."""
     if config.weights_fingerprint != "auto":
         return config.weights_fingerprint
+    models = [("", facts.model_path, facts.revision)]
+    if facts.draft_model_path:
+        models.append(("draft=", facts.draft_model_path, None))
+    models += [(f"lora {name}=", path, None) for name, path in facts.lora_paths]
     try:
-        target = weights_fingerprint(facts.model_path, facts.revision, cache_dir=facts.download_dir)
-        if not facts.draft_model_path:
-            return target
-        return f"{target} draft={weights_fingerprint(facts.draft_model_path, cache_dir=facts.download_dir)}"
+        return " ".join(
+            label + weights_fingerprint(path, revision, cache_dir=facts.download_dir)
+            for label, path, revision in models
+        )
     except FingerprintError as error:
         raise ConfigError(str(error)) from error
 

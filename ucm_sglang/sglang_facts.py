@@ -34,6 +34,9 @@ class ServerFacts:
     kv_cache_dtype: str
     draft_model_path: str
     """A draft model whose layers share the host pool with the target's; "" when there is none."""
+    lora_paths: tuple[tuple[str, str], ...]
+    """Name and path of each adapter given at start, sorted. SGLang derives the keys of an adapter's pages
+    from these two, so they say nothing about its weights."""
     overrides: str
     """Canonical JSON of further arguments that change numbers; "" when there are none."""
 
@@ -46,7 +49,7 @@ def read_server_facts(model_name: str | None) -> ServerFacts:
     """
     arguments = _server_arguments()
     if arguments is None:
-        return ServerFacts(model_name or "", None, None, "auto", "", "auto", "", "")
+        return ServerFacts(model_name or "", None, None, "auto", "", "auto", "", (), "")
     overrides = {
         name: str(value)
         for name in _OVERRIDES
@@ -63,6 +66,7 @@ def read_server_facts(model_name: str | None) -> ServerFacts:
         quantization=str(getattr(arguments, "quantization", None) or ""),
         kv_cache_dtype=str(getattr(arguments, "kv_cache_dtype", "auto") or "auto"),
         draft_model_path=str(getattr(arguments, "speculative_draft_model_path", None) or ""),
+        lora_paths=_lora_paths(arguments),
         overrides=canonical_json(overrides),
     )
 
@@ -75,6 +79,11 @@ def _server_arguments() -> Any:
     except Exception as error:  # no server in this process; SGLang raises its own kinds for that
         logger.debug("no server arguments: %s", error)
         return None
+
+
+def _lora_paths(arguments: Any) -> tuple[tuple[str, str], ...]:
+    adapters = getattr(arguments, "lora_paths", None) or []
+    return tuple(sorted((str(adapter.lora_name), str(adapter.lora_path)) for adapter in adapters))
 
 
 def logical_dtype(pool_dtype: str, facts: ServerFacts) -> str:

@@ -7,6 +7,7 @@ not have to know (invariant I10).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,6 +20,7 @@ TESTED_VERSIONS = ("0.5.23",)
 
 # Server arguments that change the numbers in a page while weights and shapes stay what they are.
 _OVERRIDES = ("json_model_override_args", "quantization_param_path", "load_format", "model_impl")
+_ARGUMENT_GROUPS = ("model", "lora", "spec", "exec", "schedule")
 _UNREMARKABLE = {None, "", "{}", "auto"}
 
 
@@ -47,43 +49,69 @@ def read_server_facts(model_name: str | None) -> ServerFacts:
     Without a server (the controller driven by a test) `model_name` stands for the path, and the rest is
     "auto".
     """
-    arguments = _server_arguments()
-    if arguments is None:
-        return ServerFacts(model_name or "", None, None, "auto", "", "auto", "", (), "")
-    overrides = {
-        name: str(value)
-        for name in _OVERRIDES
-        if (value := getattr(arguments, name, None)) not in _UNREMARKABLE
-    }
+    get = _argument_reader()
+    overrides = {name: str(value) for name in _OVERRIDES if (value := get(name)) not in _UNREMARKABLE}
     if overrides.get("load_format") == "dummy":
         # Random weights, made anew at each start: the seed is all that tells them apart.
-        overrides["random_seed"] = str(getattr(arguments, "random_seed", None))
+        overrides["random_seed"] = str(get("random_seed"))
     return ServerFacts(
-        model_path=str(getattr(arguments, "model_path", model_name) or ""),
-        revision=getattr(arguments, "revision", None),
-        download_dir=getattr(arguments, "download_dir", None),
-        dtype=str(getattr(arguments, "dtype", "auto") or "auto"),
-        quantization=str(getattr(arguments, "quantization", None) or ""),
-        kv_cache_dtype=str(getattr(arguments, "kv_cache_dtype", "auto") or "auto"),
-        draft_model_path=str(getattr(arguments, "speculative_draft_model_path", None) or ""),
-        lora_paths=_lora_paths(arguments),
+        model_path=str(get("model_path") or model_name or ""),
+        revision=get("revision"),
+        download_dir=get("download_dir"),
+        dtype=str(get("dtype") or "auto"),
+        quantization=str(get("quantization") or ""),
+        kv_cache_dtype=str(get("kv_cache_dtype") or "auto"),
+        draft_model_path=str(get("speculative_draft_model_path") or ""),
+        lora_paths=_adapters(get("lora_paths")),
         overrides=canonical_json(overrides),
     )
 
 
-def _server_arguments() -> Any:
-    try:
-        from sglang.srt.runtime_context import get_server_args
+def _argument_reader() -> Callable[[str], Any]:
+    """A function from the name of a server argument to its value, None when it has none.
 
-        return get_server_args()
+    SGLang keeps arguments as it resolved them ("auto" replaced) in groups; the published `ServerArgs` has
+    what was typed.
+    """
+    try:
+        from sglang.srt import runtime_context
+
+        typed = runtime_context.get_server_args()
     except Exception as error:  # no server in this process; SGLang raises its own kinds for that
         logger.debug("no server arguments: %s", error)
+        return lambda name: None
+    groups = []
+    for group in _ARGUMENT_GROUPS:
+        try:
+            groups.append(getattr(runtime_context, f"get_{group}")())
+        except Exception as error:  # as above, or a version without this group
+            logger.debug("no resolved arguments in %s: %s", group, error)
+
+    def get(name: str) -> Any:
+        for source in (*groups, typed):
+            try:
+                return getattr(source, name)
+            except Exception as error:  # a group refuses names that are not its own, each in its way
+                logger.debug("%s: %s", name, error)
         return None
 
+    return get
 
-def _lora_paths(arguments: Any) -> tuple[tuple[str, str], ...]:
-    adapters = getattr(arguments, "lora_paths", None) or []
-    return tuple(sorted((str(adapter.lora_name), str(adapter.lora_path)) for adapter in adapters))
+
+def _adapters(given: Any) -> tuple[tuple[str, str], ...]:
+    """Name and path of each adapter, sorted, from SGLang's `LoRARef` objects or from what was typed."""
+    if isinstance(given, Mapping):
+        return tuple(sorted((str(name), str(path)) for name, path in given.items()))
+    return tuple(sorted(_adapter(item) for item in given or []))
+
+
+def _adapter(item: Any) -> tuple[str, str]:
+    if hasattr(item, "lora_path"):
+        return str(item.lora_name), str(item.lora_path)
+    if isinstance(item, Mapping):
+        return str(item.get("lora_name")), str(item.get("lora_path"))
+    name, separator, path = str(item).partition("=")
+    return (name, path) if separator else (name, name)
 
 
 def logical_dtype(pool_dtype: str, facts: ServerFacts) -> str:

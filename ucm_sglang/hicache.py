@@ -109,7 +109,10 @@ class UcmHiCacheStorage(HiCacheStorage):
         )
         self._layout, self._ids, self._store = layout, BlockIds(namespace.digest()), store
         self.namespace = namespace
-        stats = store.stats()
+        try:
+            stats = store.stats()
+        except OSError as error:
+            raise ConfigError(f"path = {self.config.path}: cannot be examined: {error}") from error
         logger.info(
             "ucm-sglang: store %s (capacity %d bytes, %d allocated), %d blocks in namespace %s; engine %s, "
             "buffered I/O, %s%s",

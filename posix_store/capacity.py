@@ -113,12 +113,19 @@ class SpaceKeeper:
                 reclaim(self._root)
             yield
 
-    def require(self, needed: int) -> int:
-        """Bytes that may be allocated now; raises `NoSpace` when there are fewer than `needed`."""
+    def require(self, needed: int, divisible: bool = True) -> int:
+        """Bytes that may be allocated now; raises `NoSpace` when there are fewer than `needed`.
+
+        With `divisible`, the exception says by how much a batch would have to be smaller.
+        """
         available = self.available()
         if needed > available:
             self._say_full(needed, available)
-            raise NoSpace(Reason.FULL, f"{needed} bytes needed, {available} available", needed - available)
+            raise NoSpace(
+                Reason.FULL,
+                f"{needed} bytes needed, {available} available",
+                needed - available if divisible else None,
+            )
         return available
 
     def admit(self, ends: list[tuple[GrownFile, int]]) -> None:
@@ -138,7 +145,7 @@ class SpaceKeeper:
             except OSError as error:
                 if error.errno in _UNSUPPORTED:
                     logger.warning(
-                        "store %s: no preallocation on this file system (%s)", self._root.path, error
+                        "posix_store %s: no preallocation on this file system (%s)", self._root.path, error
                     )
                     self.preallocates = False
                     return
@@ -153,9 +160,9 @@ class SpaceKeeper:
             return
         self._said_full = True
         logger.warning(
-            "store %s is full: a dump needs %d bytes, %d may be allocated (capacity %d, floor of free space "
-            "%d). Pages go unstored until space is made: raise `capacity`, lower `min_free`, or clear old "
-            "namespaces.",
+            "posix_store %s is full: a dump needs %d bytes, %d may be allocated (capacity %d, floor of free "
+            "space %d). Pages go unstored until space is made: raise `capacity`, lower `min_free`, or clear "
+            "old namespaces.",
             self._root.path, needed, max(0, available), self._root.capacity, self.min_free,
         )  # fmt: skip
 
@@ -167,4 +174,4 @@ class SpaceKeeper:
         try:
             self._root.syscalls.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, start, end - start)
         except OSError as error:
-            logger.debug("store %s: cannot punch: %s", self._root.path, error)
+            logger.debug("posix_store %s: cannot punch: %s", self._root.path, error)

@@ -86,6 +86,7 @@ class Catalog:
         self._assembler = ShardAssembler()
         self._evicted_early: set[tuple[bytes, int]] = set()
         self._looked_at = float("-inf")
+        self._said = ""
 
     def segment(self, number: int) -> SegmentInfo:
         return self._segments[number]
@@ -107,6 +108,11 @@ class Catalog:
         """Register a segment that this process writes: its journal need not be read."""
         with self._lock:
             return self._add(name, uid, own=True)
+
+    def assign_copies(self, segment: SegmentInfo, records: np.ndarray) -> None:
+        """Fill in `copy` of PUT records that this process is about to append to its segment."""
+        with self._lock:
+            self._assembler.assign_copies(segment.name.writer, records)
 
     def publish_own(self, segment: SegmentInfo, records: np.ndarray) -> bool:
         """Make records that this process has just appended visible to its own look-ups.
@@ -152,7 +158,9 @@ class Catalog:
         except FileNotFoundError:
             names = set()
         except OSError as error:
-            logger.warning("cannot list %s: %s", self._directory, error)
+            if str(error) != self._said:
+                self._said = str(error)
+                logger.warning("cannot list %s: %s", self._directory, error)
             return
         for segment in self._segments:
             if not segment.dropped and segment.name.data not in names:

@@ -14,7 +14,7 @@ from posix_store.counters import Counters
 from posix_store.engine import Engine, reason_of
 from posix_store.errors import Reason
 from posix_store.loading import MIN_REQUEST_BYTES
-from posix_store.segment import PUT, RECORD
+from posix_store.segment import EXTENT_ALIGNMENT, PUT, RECORD
 from posix_store.transfer import Transfer, plan
 from posix_store.writer import Extent, SegmentWriter
 
@@ -94,6 +94,9 @@ class Dumper:
         status = np.zeros(len(records), np.uint8)
         count, length = len(records), int(sizes.sum())
         while count > 0:
+            if time.monotonic() > deadline:
+                status[:count] = Reason.TIMEOUT
+                break
             try:
                 status[:count] = self._write(records[:count], addresses[:count], sizes, deadline)
                 break
@@ -101,7 +104,7 @@ class Dumper:
                 status[:count] = full.reason
                 if full.missing is None:
                     break
-                count -= -(-full.missing // length)
+                count -= -(-max(full.missing, EXTENT_ALIGNMENT) // length)
             except OSError as error:
                 status[:count] = self._failed(error, count)
                 break
@@ -120,8 +123,10 @@ class Dumper:
                     raise _NothingWritten
                 records["offset"] = extent.offset + np.arange(len(records)) * length
                 records["payload_crc"] = transfer.crc
-                self._writer.publish(extent.segment, records[written])
-                if not self._catalog.publish_own(extent.segment.info, records[written]):
+                published = records[written]
+                self._catalog.assign_copies(extent.segment.info, published)
+                self._writer.publish(extent.segment, published)
+                if not self._catalog.publish_own(extent.segment.info, published):
                     transfer.status[written] = Reason.EVICTED
         except _NothingWritten:
             self._say("%d blocks go unstored: %s", len(records), Reason(int(transfer.status[0])).name.lower())

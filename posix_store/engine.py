@@ -57,6 +57,9 @@ class Engine(Protocol):
     def write(self, transfer: Transfer, deadline: float) -> None:
         """Write memory to files; set `status` and `crc`."""
 
+    def close(self) -> None:
+        """Let go of threads. Idempotent."""
+
 
 class PythonEngine:
     """The portable engine: needs no compiler."""
@@ -86,6 +89,9 @@ class PythonEngine:
             _move(transfer, request, self._calls.pwritev, deadline, Reason.IO_ERROR)
 
         self._share(run, len(transfer.fds))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
 
     def _share(self, run: Callable[[int], None], requests: int) -> None:
         numbers = count()

@@ -38,6 +38,7 @@ class OpenSegment:
     Attributes:
         cursor: where the next extent begins.
         users: dumps that have an extent in it.
+        promised: bytes of journal that those dumps may still append.
         broken: a journal append failed, so nothing may be appended any more.
     """
 
@@ -48,6 +49,7 @@ class OpenSegment:
         self.cursor = SEGMENT_HEADER_BYTES
         self.journal_end = RECORD_BYTES
         self.users = 0
+        self.promised = 0
         self.broken = False
         self._calls = calls
 

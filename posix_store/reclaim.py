@@ -39,7 +39,7 @@ def reclaim(root: StoreRoot) -> None:
             _old_temporaries(root, root.namespace_path(namespace), NAMESPACE_FILE)
             _namespace(root, namespace)
     except OSError as error:
-        logger.warning("store %s: cannot look for what dead writers left: %s", root.path, error)
+        logger.warning("posix_store %s: cannot look for what dead writers left: %s", root.path, error)
 
 
 def _namespace(root: StoreRoot, namespace: str) -> None:

@@ -75,7 +75,7 @@ class StoreRoot:
                 self._write_settings(known=STORE_FILE in names)
                 if old is not None:
                     logger.info(
-                        "store %s: capacity changed from %d to %d bytes", self.path, old, self.capacity
+                        "posix_store %s: capacity changed from %d to %d bytes", self.path, old, self.capacity
                     )
         if self.capacity <= 0:
             raise StoreError(f"capacity = {self.capacity}: must be more than 0 bytes")
@@ -109,8 +109,9 @@ class StoreRoot:
         settings = decode_settings(self._read(os.path.join(self.path, STORE_FILE)))
         if settings is None:
             logger.warning(
-                "store %s: %s is damaged or was edited by hand; it is rebuilt with the configured or default "
-                "capacity. Set it with `ucm-sglang init %s --capacity ...`", self.path, STORE_FILE, self.path,
+                "posix_store %s: %s is damaged or was edited by hand; it is rebuilt with the configured or "
+                "default capacity. Set it with `ucm-sglang init %s --capacity ...`",
+                self.path, STORE_FILE, self.path,
             )  # fmt: skip
             return None
         if settings["format"] > FORMAT_VERSION:
@@ -140,7 +141,7 @@ class StoreRoot:
                 raise
             if error.errno in _READ_ONLY_ERRORS:
                 self.read_only_because = os.strerror(error.errno)
-            logger.warning("store %s: cannot write %s: %s", self.path, STORE_FILE, error)
+            logger.warning("posix_store %s: cannot write %s: %s", self.path, STORE_FILE, error)
 
     def _explain(self, error: OSError) -> str:
         try:
@@ -226,7 +227,7 @@ class StoreRoot:
                     self.capacity = settings["capacity"]
                 self._settings_seen = seen
         except OSError as error:
-            logger.debug("store %s: cannot read %s again: %s", self.path, STORE_FILE, error)
+            logger.debug("posix_store %s: cannot read %s again: %s", self.path, STORE_FILE, error)
         return self.capacity
 
     def allocated_bytes(self) -> int:

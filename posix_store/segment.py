@@ -36,7 +36,7 @@ RECORD = np.dtype(
     {
         "names": [
             "id", "parent", "offset", "length", "payload_crc", "shard", "last_shard",
-            "kind", "reserved", "remaining", "time", "crc",
+            "kind", "copy", "remaining", "time", "crc",
         ],
         "formats": ["V16", "V16", "<u8", "<u4", "<u4", "<u2", "<u2", "u1", "u1", "<u2", "<u4", "<u4"],
         "offsets": [0, 16, 32, 40, 44, 48, 50, 52, 53, 54, 56, 60],
@@ -44,7 +44,8 @@ RECORD = np.dtype(
     }
 )  # fmt: skip
 """One journal record. `parent` is the id of the block before this one in its chain (zeros: unknown),
-or, in an EVICT record, the uid of the segment that holds the block. `remaining` counts the records of
+or, in an EVICT record, the uid of the segment that holds the block. `copy` is equal for the shards that
+make up one copy of a block. `remaining` counts the records of
 the same append that follow: a batch is visible only when its record 0 (the last) is whole."""
 
 _HEADER = struct.Struct("<8sI16s16sQ8x")

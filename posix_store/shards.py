@@ -7,21 +7,49 @@ the same block with different rounding, and a mixture is neither's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from posix_store.index import Entries, Locations
 
 
+@dataclass
+class _Waiting:
+    """Shards of one copy of a block: (segment number, PUT record) by shard index."""
+
+    copy: int
+    shards: dict[int, tuple[int, np.void]] = field(default_factory=dict)
+
+
 class ShardAssembler:
     """Holds back PUT records of incomplete blocks. Not thread-safe: the catalog's lock guards it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[str, bytes, int], dict[int, tuple[int, np.void]]] = {}
+        self._waiting: dict[tuple[str, bytes, int], _Waiting] = {}
+        self._copies = 0
 
     def __len__(self) -> int:
         """Number of blocks of which some shards are missing."""
         return len(self._waiting)
+
+    def assign_copies(self, writer: str, puts: np.ndarray) -> None:
+        """Fill in `copy` of a writer's own PUT records before they are appended.
+
+        A shard joins the copy that waits for it; one that is there already begins another.
+        """
+        begun: dict[tuple[str, bytes, int], tuple[int, set[int]]] = {}
+        for i in np.flatnonzero(puts["last_shard"] > 0).tolist():
+            key, shard = _key(writer, puts[i]), int(puts[i]["shard"])
+            waiting = self._waiting.get(key)
+            copy, present = begun.get(key) or (
+                (waiting.copy, set(waiting.shards)) if waiting else (0, {shard})
+            )
+            if shard in present:
+                copy, present = self._copies, set()
+                self._copies = (self._copies + 1) % 256
+            begun[key] = (copy, present | {shard})
+            puts["copy"][i] = copy
 
     def complete(self, writer: str, segment_number: int, puts: np.ndarray) -> Iterator[Entries]:
         """Entries of the blocks that are complete with these PUT records (`RECORD` array)."""
@@ -30,22 +58,29 @@ class ShardAssembler:
             yield _entries(puts[whole], np.full(int(whole.sum()), segment_number, np.int32))
         finished: list[tuple[int, np.void]] = []
         for put in puts[~whole]:
-            key = (writer, put["id"].tobytes(), int(put["last_shard"]))
-            shards = self._waiting.setdefault(key, {})
-            shards[int(put["shard"])] = (segment_number, put.copy())
-            if len(shards) == key[2] + 1:
-                finished += self._waiting.pop(key).values()
+            key = _key(writer, put)
+            waiting = self._waiting.get(key)
+            if waiting is None or waiting.copy != int(put["copy"]):
+                waiting = self._waiting[key] = _Waiting(int(put["copy"]))
+            waiting.shards[int(put["shard"])] = (segment_number, put.copy())
+            if len(waiting.shards) == key[2] + 1:
+                finished += self._waiting.pop(key).shards.values()
         if finished:
             records = np.array([put for _, put in finished], puts.dtype)
             yield _entries(records, np.array([number for number, _ in finished], np.int32))
 
     def forget(self, segment_number: int) -> None:
         """Drop the shards in a segment that is gone."""
-        for key, shards in list(self._waiting.items()):
-            for shard in [shard for shard, (number, _) in shards.items() if number == segment_number]:
-                del shards[shard]
-            if not shards:
+        for key, waiting in list(self._waiting.items()):
+            kept = {shard: at for shard, at in waiting.shards.items() if at[0] != segment_number}
+            if kept:
+                waiting.shards = kept
+            else:
                 del self._waiting[key]
+
+
+def _key(writer: str, put: np.void) -> tuple[str, bytes, int]:
+    return writer, put["id"].tobytes(), int(put["last_shard"])
 
 
 def _entries(puts: np.ndarray, segments: np.ndarray) -> Entries:

@@ -44,6 +44,9 @@ class PosixStore:
 
     The verbs are those of UCM's store interface V1.
 
+    A store belongs to the process that opened it. A forked child cannot harm its parent's files, but it does
+    not see what the parent stores after the fork: it should open a store of its own.
+
     Args:
         root: directory shared by all namespaces, processes and generations of processes.
         namespace: 32 hex digits that name everything which must match for bytes to be interchangeable.
@@ -55,7 +58,7 @@ class PosixStore:
         verify: compare the CRC-32C of every block that is loaded.
         timeout: seconds for one batch; blocks whose turn comes later are counted as `timeout`.
         writable: False never writes anything, and needs a store to be there.
-        engine: moves the bytes; None: the pure-Python engine.
+        engine: moves the bytes; None: the pure-Python engine. Closed with the store.
         syscalls: for fault injection.
 
     Raises:
@@ -88,6 +91,7 @@ class PosixStore:
         self.root = StoreRoot(root, capacity=capacity, create=writable, syscalls=calls)
         self.engine = engine or PythonEngine(calls, io_threads)
         self.counters = Counters()
+        self._pid = os.getpid()
         self._timeout = timeout
         self._calls = calls
         self._tasks = ThreadPoolExecutor(2, thread_name_prefix="posix-store-task")
@@ -231,7 +235,7 @@ class PosixStore:
         return time.monotonic() + self._timeout
 
     def _start(self, work: Callable[[], np.ndarray], background: bool) -> Task:
-        if background:
+        if background and os.getpid() == self._pid:
             return Task(self._tasks.submit(work))
         future: Future[np.ndarray] = Future()
         future.set_result(work())
@@ -290,7 +294,9 @@ class PosixStore:
 
     def close(self) -> None:
         """Let go of files and threads. Not needed for correctness (invariant I9). Idempotent."""
-        self._tasks.shutdown(wait=True)
+        if os.getpid() == self._pid:
+            self._tasks.shutdown(wait=True)
+            self.engine.close()
         self._writer.close()
         self._files.close()
 

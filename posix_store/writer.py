@@ -37,6 +37,7 @@ from posix_store.segment import (
 logger = logging.getLogger(__name__)
 
 _NEW_SEGMENT_BYTES = 4 * EXTENT_ALIGNMENT
+"""Allocated before the first extent: a directory, NAMESPACE.json, and the two headers."""
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,23 @@ class SegmentWriter:
                 stack.enter_context(self._one_at_a_time)
             with self._lock:
                 segment = self._writable(length)
+                promise = records * RECORD_BYTES
                 ends = [
                     (segment.data, segment.cursor + length),
-                    (segment.journal, segment.journal_end + self._journal_bytes(records)),
+                    (segment.journal, self._journal_end(segment) + promise),
                 ]
                 stack.enter_context(self._space.reserve(ends))
                 extent = Extent(segment, segment.cursor, length)
                 segment.cursor = align(segment.cursor + length)
                 segment.users += 1
+                segment.promised += promise
             try:
                 yield extent
             except BaseException:
                 self._give_back(extent)
                 raise
             finally:
-                self._release(segment)
+                self._release(segment, promise)
 
     def publish(self, segment: OpenSegment, records: np.ndarray) -> None:
         """Append records to a segment's journal: from its return on, everybody can see them.
@@ -144,10 +147,9 @@ class SegmentWriter:
             segment = self._current
             if segment is None or not self._space.preallocates:
                 return
-            with contextlib.suppress(NoSpace, OSError):
-                end = segment.journal_end + self._journal_bytes(0)
-                with self._space.reserve([(segment.journal, end)]):
-                    self._record_evictions(segment)
+            ends = [(segment.journal, self._journal_end(segment))]
+            with contextlib.suppress(NoSpace, OSError), self._space.reserve(ends):
+                self._record_evictions(segment)
 
     def close(self) -> None:
         """Seal the current segment. Not needed for correctness (invariant I9). Idempotent."""
@@ -172,9 +174,12 @@ class SegmentWriter:
             self._current = self._create()
         return self._current
 
-    def _journal_bytes(self, records: int) -> int:
-        """Bytes that a batch adds to the journal, with what is waiting to be recorded and the final SEAL."""
-        return (records + len(self._evictions) + 1) * RECORD_BYTES
+    def _journal_end(self, segment: OpenSegment) -> int:
+        """Where the journal ends when all that is promised, waiting to be recorded, and SEAL are in it."""
+        return segment.journal_end + segment.promised + self._waiting_bytes()
+
+    def _waiting_bytes(self) -> int:
+        return (len(self._evictions) + 1) * RECORD_BYTES
 
     def _give_back(self, extent: Extent) -> None:
         with self._lock:
@@ -185,13 +190,12 @@ class SegmentWriter:
 
     def _create(self) -> OpenSegment:
         with self._space.locked():
-            # Two directory entries at most, NAMESPACE.json, and the two headers.
-            self._space.require(_NEW_SEGMENT_BYTES)
+            self._space.require(_NEW_SEGMENT_BYTES, divisible=False)
             self._root.make_namespace(self._namespace, self._identity)
             name = SegmentName(self._writer, self._seq)
             self._seq += 1
             return create_segment(
-                self._root, self._namespace, name, self._space, self._register, self._journal_bytes(0)
+                self._root, self._namespace, name, self._space, self._register, self._waiting_bytes()
             )
 
     def _record_evictions(self, segment: OpenSegment) -> None:
@@ -222,8 +226,9 @@ class SegmentWriter:
         if segment is not None and segment.users == 0:
             segment.finish()
 
-    def _release(self, segment: OpenSegment) -> None:
+    def _release(self, segment: OpenSegment, promise: int) -> None:
         with self._lock:
             segment.users -= 1
+            segment.promised -= promise
             if segment is not self._current and segment.users == 0:
                 segment.finish()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from posix_store import PosixStore
 from posix_store.root import StoreRoot
@@ -78,7 +78,13 @@ def _show(report: Mapping[str, Any]) -> None:
     if not report["namespaces"]:
         console.print("\nNo namespaces yet: no server has stored anything.")
         return
-    table = Table("namespace", "model", "cache", "page", "rank")
+    table = Table(
+        Column("namespace", no_wrap=True, min_width=12),
+        Column("model", overflow="fold"),
+        Column("cache", overflow="fold"),
+        "page",
+        "rank",
+    )
     for column in ("blocks", "payload", "segments", "live writers", "damaged"):
         table.add_column(column, justify="right")
     for entry in report["namespaces"]:

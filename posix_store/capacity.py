@@ -107,7 +107,7 @@ class SpaceKeeper:
         """The store lock, for the body of the `with`. Raises `NoSpace` when it cannot be had in time."""
         with self._root.lock(LOCK_TIMEOUT) as held:
             if not held:
-                raise NoSpace(Reason.FULL, f"the store lock was not to be had within {LOCK_TIMEOUT} s")
+                raise NoSpace(Reason.TIMEOUT, f"the store lock was held by others for {LOCK_TIMEOUT} s")
             if not self._reclaimed:
                 self._reclaimed = True
                 reclaim(self._root)

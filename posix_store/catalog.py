@@ -84,9 +84,9 @@ class Catalog:
         self._by_uid: dict[bytes, SegmentInfo] = {}
         self._ignored: dict[str, int] = {}
         self._assembler = ShardAssembler()
-        self._evicted_early: set[tuple[bytes, int]] = set()
+        self._evicted_early: dict[bytes, set[int]] = {}
         self._looked_at = float("-inf")
-        self._said = ""
+        self._said: set[tuple[str, str]] = set()
 
     def segment(self, number: int) -> SegmentInfo:
         return self._segments[number]
@@ -158,9 +158,7 @@ class Catalog:
         except FileNotFoundError:
             names = set()
         except OSError as error:
-            if str(error) != self._said:
-                self._said = str(error)
-                logger.warning("cannot list %s: %s", self._directory, error)
+            self._say("cannot list %s: %s", self._directory, error)
             return
         for segment in self._segments:
             if not segment.dropped and segment.name.data not in names:
@@ -175,6 +173,12 @@ class Catalog:
         # An eviction always follows the put it undoes, but may stand in a journal that was read before.
         for records in evictions:
             self._apply_evictions(records)
+
+    def _say(self, message: str, path: str, error: OSError) -> None:
+        """Warn once for each file and error: a look at the directory is taken many times a second."""
+        if (path, str(error)) not in self._said:
+            self._said.add((path, str(error)))
+            logger.warning(message, path, error)
 
     def _follow(self, name: SegmentName) -> list[np.ndarray]:
         """Read what is new in one journal and apply its puts; its EVICT records are returned."""
@@ -198,7 +202,7 @@ class Catalog:
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning("cannot read %s: %s", path, error)
+            self._say("cannot read %s: %s", path, error)
         return []
 
     def _read_journal(self, name: SegmentName, path: str, size: int) -> list[np.ndarray]:
@@ -234,6 +238,7 @@ class Catalog:
             return
         segment.dropped = True
         self.index.drop_segment(segment.number)
+        self._evicted_early.pop(segment.uid, None)
         self._assembler.forget(segment.number)
         self.on_drop(segment.number)
 
@@ -260,22 +265,22 @@ class Catalog:
     def _apply_puts(self, segment: SegmentInfo, puts: np.ndarray) -> None:
         for complete in self._assembler.complete(segment.name.writer, segment.number, puts):
             self.index.put(complete)
-        if self._evicted_early:
-            self._retry_evictions(segment)
+        early = self._evicted_early.pop(segment.uid, None)
+        if early:
+            self._evict(segment.uid, np.array(sorted(early), np.int64))
 
     def _apply_evictions(self, records: np.ndarray) -> None:
         for uid in np.unique(records["parent"]):
-            of_uid = records["offset"][records["parent"] == uid].astype(np.int64)
-            segment = self._by_uid.get(uid.tobytes())
-            if segment is None:
-                known = np.zeros(len(of_uid), bool)
-            else:
-                known = self.index.drop_at(segment.number, of_uid)
-            self._evicted_early.update((uid.tobytes(), int(offset)) for offset in of_uid[~known])
+            offsets = records["offset"][records["parent"] == uid].astype(np.int64)
+            self._evict(uid.tobytes(), offsets)
 
-    def _retry_evictions(self, segment: SegmentInfo) -> None:
-        waiting = [key for key in self._evicted_early if key[0] == segment.uid]
-        if waiting:
-            offsets = np.array([offset for _, offset in waiting], np.int64)
+    def _evict(self, uid: bytes, offsets: np.ndarray) -> None:
+        """Forget blocks of a segment; those that are not known yet, when they come."""
+        segment = self._by_uid.get(uid)
+        if segment is not None and segment.dropped:
+            return
+        known = np.zeros(len(offsets), bool)
+        if segment is not None:
             known = self.index.drop_at(segment.number, offsets)
-            self._evicted_early.difference_update(key for key, hit in zip(waiting, known, strict=True) if hit)
+        if not known.all():
+            self._evicted_early.setdefault(uid, set()).update(offsets[~known].tolist())

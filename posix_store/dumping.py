@@ -103,6 +103,7 @@ class Dumper:
             except NoSpace as full:
                 status[:count] = full.reason
                 if full.missing is None:
+                    self._say("%d blocks go unstored: %s", count, full)
                     break
                 count -= -(-max(full.missing, EXTENT_ALIGNMENT) // length)
             except OSError as error:

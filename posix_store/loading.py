@@ -101,6 +101,10 @@ class Loader:
         self, ids: np.ndarray, shards: np.ndarray, at: Locations, status: np.ndarray, tried: np.ndarray
     ) -> None:
         """Drop blocks that cannot be read, so that they are stored again when they are computed again."""
+        for number in np.unique(at.segment[tried[status[tried] == Reason.EVICTED]]).tolist():
+            # The descriptor has become useless (ESTALE). The journal is not read again, so what is in this
+            # segment is stored again when it is computed again.
+            self._catalog.drop_segment(number)
         unreadable = np.isin(status[tried], (Reason.CHECKSUM, Reason.LENGTH, Reason.IO_ERROR))
         bad = tried[unreadable]
         if not bad.size:

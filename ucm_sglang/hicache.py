@@ -23,7 +23,11 @@ from ucm_sglang.config import ConfigError, StoreConfig
 from ucm_sglang.identity import BlockIds
 from ucm_sglang.keyspace import namespace_of
 from ucm_sglang.layout import PoolLayout
-from ucm_sglang.sglang_facts import read_server_facts, warn_if_untested
+from ucm_sglang.sglang_facts import (
+    read_server_facts,
+    warn_if_untested,
+    weight_updates,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +83,7 @@ class UcmHiCacheStorage(HiCacheStorage):
         self.config = StoreConfig.from_extra(extra, source="--hicache-storage-backend-extra-config")
         _refuse_unsupported(storage_config)
         warn_if_untested()
+        weight_updates.watch()
         # Fails now, with a clear message, rather than when the first page is stored.
         StoreRoot(self.config.path, capacity=self.config.capacity)
         self.storage_config = storage_config
@@ -89,6 +94,7 @@ class UcmHiCacheStorage(HiCacheStorage):
         self._layout: PoolLayout | None = None
         self._ids: BlockIds | None = None
         self._refused_pools: list[str] = []
+        self._weights_at_attach = 0
         self._lock = threading.Lock()
         self._logged_at = float("-inf")
 
@@ -107,6 +113,7 @@ class UcmHiCacheStorage(HiCacheStorage):
         store = PosixStore(
             namespace=namespace.hexdigest(), identity=namespace.to_dict(), **self.config.store_arguments()
         )
+        self._weights_at_attach = weight_updates.count
         self._layout, self._ids, self._store = layout, BlockIds(namespace.digest()), store
         self.namespace = namespace
         try:
@@ -156,7 +163,7 @@ class UcmHiCacheStorage(HiCacheStorage):
     @_never_raises(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading pages are stored. Any number of keys."""
-        if self._store is None or self._ids is None:
+        if self._store is None or self._ids is None or self._outdated():
             return 0
         return self._store.lookup_on_prefix(self._ids.of(KV_POOL, keys)) + 1
 
@@ -168,12 +175,10 @@ class UcmHiCacheStorage(HiCacheStorage):
     @_never_raises(_no_pages)
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Load pages into the host pool: page i into `host_indices[i * page_size]` and following."""
-        store, layout, ids = self._attached()
+        layout = self._attached()[1]
         if layout.flat:
             return self._get_flat(keys, host_indices)
-        addresses = layout.addresses(host_indices)
-        task = store.load_data(ids.of(KV_POOL, keys), None, addresses, layout.sizes, background=False)
-        return task.results().tolist()
+        return self._load(keys, layout.addresses(host_indices), layout.sizes).tolist()
 
     @_never_raises(_no_pages)
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
@@ -245,6 +250,10 @@ class UcmHiCacheStorage(HiCacheStorage):
 
     # ----------------------------------------------------------------------------------------------
 
+    def _outdated(self) -> bool:
+        """Were the weights replaced since attach? The namespace's pages are not this server's any more."""
+        return weight_updates.count != self._weights_at_attach
+
     def _attached(self) -> tuple[PosixStore, PoolLayout, BlockIds]:
         if self._store is None or self._layout is None or self._ids is None:
             raise RuntimeError("no host pool is registered, or the backend is closed")
@@ -252,6 +261,8 @@ class UcmHiCacheStorage(HiCacheStorage):
 
     def _dump(self, keys: list[str], addresses: np.ndarray, sizes: np.ndarray, extra_info: Any) -> np.ndarray:
         store, _, ids = self._attached()
+        if self._outdated():
+            return np.zeros(len(keys), bool)
         blocks = ids.of(KV_POOL, keys)
         prefix_keys = getattr(extra_info, "prefix_keys", None)
         before = ids.of(KV_POOL, prefix_keys[-1:]) if prefix_keys else bytes(16)
@@ -263,10 +274,14 @@ class UcmHiCacheStorage(HiCacheStorage):
         addresses, sizes = self._flat_components(pages)
         return self._dump(keys, addresses, sizes, extra_info)
 
-    def _load_pages(self, keys: list[str], targets: list[Any]) -> np.ndarray:
+    def _load(self, keys: list[str], addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         store, _, ids = self._attached()
-        addresses, sizes = self._flat_components(targets)
+        if self._outdated():
+            return np.zeros(len(keys), bool)
         return store.load_data(ids.of(KV_POOL, keys), None, addresses, sizes, background=False).results()
+
+    def _load_pages(self, keys: list[str], targets: list[Any]) -> np.ndarray:
+        return self._load(keys, *self._flat_components(targets))
 
     def _flat_components(self, pages: list[Any]) -> tuple[np.ndarray, np.ndarray]:
         """Components of flat pages in the order in which zero-copy calls store them."""

@@ -7,7 +7,7 @@ from typing import Any
 from ucm_sglang.config import ConfigError, StoreConfig
 from ucm_sglang.identity import FingerprintError, Namespace, weights_fingerprint
 from ucm_sglang.layout import PoolLayout
-from ucm_sglang.sglang_facts import ServerFacts, logical_dtype
+from ucm_sglang.sglang_facts import ServerFacts, logical_dtype, weight_updates
 
 
 def namespace_of(
@@ -72,10 +72,13 @@ def _weights(config: StoreConfig, facts: ServerFacts) -> str:
     """Fingerprints of everything whose weights decide the bytes: target, draft, and adapters."""
     if config.weights_fingerprint != "auto":
         return config.weights_fingerprint
+    if weight_updates.count:
+        raise ConfigError(
+            'weights_fingerprint = "auto": the weights of this server were replaced while it ran, so the '
+            "files of the model do not tell them; give a text that names the new weights"
+        )
     models = [("", facts.model_path, facts.revision)]
-    if facts.draft_model_path:
-        models.append(("draft=", facts.draft_model_path, None))
-    models += [(f"lora {name}=", path, None) for name, path in facts.lora_paths]
+    models += [(f"{label}=", path, revision) for label, path, revision in facts.further_weights]
     try:
         return " ".join(
             label + weights_fingerprint(path, revision, cache_dir=facts.download_dir)

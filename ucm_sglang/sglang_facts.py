@@ -6,10 +6,12 @@ not have to know (invariant I10).
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from ucm_sglang.identity import canonical_json
@@ -19,9 +21,27 @@ logger = logging.getLogger(__name__)
 TESTED_VERSIONS = ("0.5.23",)
 
 # Server arguments that change the numbers in a page while weights and shapes stay what they are.
-_OVERRIDES = ("json_model_override_args", "quantization_param_path", "load_format", "model_impl")
+_OVERRIDES = (
+    "json_model_override_args", "load_format", "model_impl", "model_loader_extra_config", "context_length",
+    "custom_weight_loader", "modelopt_quant", "rl_quant_profile", "enable_w4a4_mxfp4_megamoe",
+    "enable_quant_communications", "flashinfer_mxfp4_moe_precision", "dllm_algorithm", "kt_method",
+    "speculative_draft_load_format", "speculative_draft_model_quantization",
+    "speculative_draft_kv_cache_dtype",
+)  # fmt: skip
+# Arguments that name a file whose content does so.
+_OVERRIDE_FILES = ("quantization_param_path", "decrypted_config_file", "decrypted_draft_config_file")
+# Arguments that name further weights: label, argument, argument with its revision.
+_FURTHER_WEIGHTS = (
+    ("draft", "speculative_draft_model_path", "speculative_draft_model_revision"),
+    ("experts", "kt_weight_path", ""),
+    ("draft adapter", "uno_lora_path", ""),
+)
+_AFTER_WEIGHT_UPDATE = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.flush_cache_after_weight_update"
+)
 _ARGUMENT_GROUPS = ("model", "lora", "spec", "exec", "schedule")
-_UNREMARKABLE = {None, "", "{}", "auto"}
+_UNREMARKABLE = (None, "", "{}", "auto", False)
 
 
 @dataclass(frozen=True)
@@ -34,11 +54,10 @@ class ServerFacts:
     dtype: str
     quantization: str
     kv_cache_dtype: str
-    draft_model_path: str
-    """A draft model whose layers share the host pool with the target's; "" when there is none."""
-    lora_paths: tuple[tuple[str, str], ...]
-    """Name and path of each adapter given at start, sorted. SGLang derives the keys of an adapter's pages
-    from these two, so they say nothing about its weights."""
+    further_weights: tuple[tuple[str, str, str | None], ...]
+    """Label, path and revision of whatever else has weights that reach the pool: a draft model whose
+    layers share it, quantised experts, and the adapters given at start. (SGLang derives the keys of an
+    adapter's pages from its name and path, so they say nothing about its weights.)"""
     overrides: str
     """Canonical JSON of further arguments that change numbers; "" when there are none."""
 
@@ -51,6 +70,7 @@ def read_server_facts(model_name: str | None) -> ServerFacts:
     """
     get = _argument_reader()
     overrides = {name: str(value) for name in _OVERRIDES if (value := get(name)) not in _UNREMARKABLE}
+    overrides |= {name: _content(value) for name in _OVERRIDE_FILES if (value := get(name))}
     if overrides.get("load_format") == "dummy":
         # Random weights, made anew at each start: the seed is all that tells them apart.
         overrides["random_seed"] = str(get("random_seed"))
@@ -61,8 +81,7 @@ def read_server_facts(model_name: str | None) -> ServerFacts:
         dtype=str(get("dtype") or "auto"),
         quantization=str(get("quantization") or ""),
         kv_cache_dtype=str(get("kv_cache_dtype") or "auto"),
-        draft_model_path=str(get("speculative_draft_model_path") or ""),
-        lora_paths=_adapters(get("lora_paths")),
+        further_weights=_further_weights(get),
         overrides=canonical_json(overrides),
     )
 
@@ -96,6 +115,24 @@ def _argument_reader() -> Callable[[str], Any]:
         return None
 
     return get
+
+
+def _content(path: str) -> str:
+    """A file as its path and what is in it, so that the same name with other content is another value."""
+    try:
+        return f"{path} {hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
+    except OSError as error:
+        logger.warning("ucm-sglang: %s cannot be read (%s); it is known by its name only", path, error)
+        return path
+
+
+def _further_weights(get: Callable[[str], Any]) -> tuple[tuple[str, str, str | None], ...]:
+    found = [
+        (label, str(path), get(revision) if revision else None)
+        for label, argument, revision in _FURTHER_WEIGHTS
+        if (path := get(argument))
+    ]
+    return (*found, *((f"lora {name}", path, None) for name, path in _adapters(get("lora_paths"))))
 
 
 def _adapters(given: Any) -> tuple[tuple[str, str], ...]:
@@ -134,3 +171,42 @@ def warn_if_untested() -> None:
             "checked where possible, the rest is untested",
             ", ".join(TESTED_VERSIONS), found,
         )  # fmt: skip
+
+
+class WeightUpdates:
+    """Counts how often the weights of this process's server were replaced while it ran.
+
+    SGLang empties its own caches after `/update_weights_from_disk` and the like, but tells the storage
+    backend nothing. This is told by SGLang's plug-in hooks.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watching = False
+
+    def watch(self) -> None:
+        """Begin to count. Idempotent; warns when this SGLang cannot be watched."""
+        if self._watching:
+            return
+        self._watching = True
+        try:
+            from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+            HookRegistry.register(_AFTER_WEIGHT_UPDATE, self._replaced, HookType.BEFORE)
+            HookRegistry.apply_hooks()
+        except Exception as error:
+            logger.warning(
+                "ucm-sglang: weight updates of the running server cannot be noticed (%s); after one, detach "
+                "the storage backend and attach it with another `weights_fingerprint`", error,
+            )  # fmt: skip
+
+    def _replaced(self, *_: Any, **__: Any) -> None:
+        self.count += 1
+        logger.warning(
+            "ucm-sglang: the weights were replaced, so stored pages are neither served nor stored any more; "
+            "detach the storage backend and attach it with a `weights_fingerprint` that names the new weights"
+        )
+
+
+weight_updates = WeightUpdates()
+"""Of this process: it has one server at most."""

@@ -384,6 +384,39 @@ def test_models_with_more_pools_are_refused_at_attach(rig: MakeRig) -> None:
         storage.on_host_pools_registered()
 
 
+def test_after_a_weight_update_nothing_old_is_served(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I1, I5, sglang#24758: SGLang flushes its caches after `/update_weights_from_disk`, and so must L3.
+
+    SGLang's own method is called, on an updater whose flush does nothing, as the scheduler calls it.
+    """
+    from types import SimpleNamespace
+
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    from ucm_sglang.sglang_facts import weight_updates
+
+    monkeypatch.setattr(weight_updates, "count", weight_updates.count)
+    made = rig()
+    store_pages(made)
+    host = made.to_host(made.fill(PAGES))
+    keys = made.hashes(made.tokens(PAGES))
+    updater = object.__new__(SchedulerWeightUpdaterManager)
+    object.__setattr__(updater, "flush_cache", lambda **_: True)
+    updater.flush_cache_after_weight_update(
+        SimpleNamespace(flush_cache=True, torch_empty_cache=False), True, ""
+    )
+    assert "weights_fingerprint" in caplog.text
+    assert made.storage.batch_exists(keys) == 0
+    assert not any(made.storage.batch_get_v1(keys, host))
+    assert not any(made.storage.batch_set_v1(keys, host))
+    with pytest.raises(ConfigError, match="weights_fingerprint"):
+        rig({"weights_fingerprint": "auto"})
+    assert hits(rig({"weights_fingerprint": "weights-b"})) == 0
+    assert hits(rig()) == PAGES
+
+
 def test_sglang_own_injectors(rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Must hold 8: with random failures and delays injected by SGLang, what is loaded is right."""
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.002")

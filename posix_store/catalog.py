@@ -38,6 +38,8 @@ MISS_MAX_AGE = 0.02
 """Seconds for which the last look at the directory answers for blocks that are not known."""
 HIT_MAX_AGE = 1.0
 """Seconds for which it answers, in loads and dumps, for blocks that are: others may have deleted them."""
+LOOK_SECONDS = 0.5
+"""Time for one look: on a slow file system the rest of the journals is followed at the next."""
 _READ_BYTES = 64 << 20
 
 
@@ -86,6 +88,7 @@ class Catalog:
         self._assembler = ShardAssembler()
         self._evicted_early: dict[bytes, set[int]] = {}
         self._looked_at = float("-inf")
+        self._resume_at = 0
         self._said: set[tuple[str, str]] = set()
 
     def segment(self, number: int) -> SegmentInfo:
@@ -135,23 +138,23 @@ class Catalog:
             if name in self._by_name:
                 self._drop(self._by_name[name])
 
-    def refresh(self, max_age: float = MISS_MAX_AGE) -> bool:
+    def refresh(self, max_age: float = MISS_MAX_AGE, budget: float = LOOK_SECONDS) -> bool:
         """Look at the directory unless that was done in the last `max_age` seconds; True when it was.
 
-        Never raises: what cannot be read now is tried again next time.
+        Never raises: what cannot be read now, or not within `budget` seconds, is tried again next time.
         """
         if time.monotonic() - self._looked_at < max_age:
             return False
         with self._lock:
             if time.monotonic() - self._looked_at < max_age:
                 return False
-            self._refresh()
+            self._refresh(time.monotonic() + budget)
             self._looked_at = time.monotonic()
             return True
 
     # -- callers hold the lock ----------------------------------------------------------------------
 
-    def _refresh(self) -> None:
+    def _refresh(self, deadline: float) -> None:
         self.counters.refreshes += 1
         try:
             names = set(self._calls.listdir(self._directory))
@@ -168,7 +171,11 @@ class Catalog:
         parsed = filter(None, map(SegmentName.parse, names))
         journals = [name for name, kind in parsed if kind == "idx" and name.data in names]
         # Oldest first: of two copies of a block, the later put wins.
-        for name in sorted(journals, key=lambda name: (name.started_ms, name.stem)):
+        journals.sort(key=lambda name: (name.started_ms, name.stem))
+        for name in journals[self._resume_at :] + journals[: self._resume_at]:
+            if time.monotonic() > deadline:
+                self._resume_at = journals.index(name)
+                break
             evictions += self._follow(name)
         # An eviction always follows the put it undoes, but may stand in a journal that was read before.
         for records in evictions:

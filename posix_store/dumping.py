@@ -124,10 +124,7 @@ class Dumper:
                     raise _NothingWritten
                 records["offset"] = extent.offset + np.arange(len(records)) * length
                 records["payload_crc"] = transfer.crc
-                published = records[written]
-                self._catalog.assign_copies(extent.segment.info, published)
-                self._writer.publish(extent.segment, published)
-                if not self._catalog.publish_own(extent.segment.info, published):
+                if not self._writer.publish(extent.segment, records[written]):
                     transfer.status[written] = Reason.EVICTED
         except _NothingWritten:
             self._say("%d blocks go unstored: %s", len(records), Reason(int(transfer.status[0])).name.lower())

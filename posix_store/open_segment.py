@@ -18,13 +18,12 @@ from posix_store.root import StoreRoot
 from posix_store.segment import (
     JOURNAL_MAGIC,
     MAX_BATCH_RECORDS,
-    RECORD,
     RECORD_BYTES,
-    SEAL,
     SEGMENT_HEADER_BYTES,
     SEGMENT_MAGIC,
     SegmentName,
     encode_header,
+    seal_record,
     seal_records,
 )
 from posix_store.syscalls import Syscalls, close_quietly, write_at
@@ -81,11 +80,8 @@ class OpenSegment:
             discard(self._calls, [self.data, self.journal])
             return
         if not self.broken:
-            record = np.zeros(1, RECORD)
-            record["kind"] = SEAL
-            record["time"] = int(time.time())
             with contextlib.suppress(OSError):
-                self.append(record)
+                self.append(seal_record())
         for file, end in ((self.data, self.cursor), (self.journal, self.journal_end)):
             with contextlib.suppress(OSError):
                 # Also frees what was preallocated behind the end, which punching does not on ext4.

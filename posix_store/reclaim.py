@@ -18,17 +18,22 @@ from posix_store.segment import (
     JOURNAL_MAGIC,
     PUT,
     RECORD_BYTES,
+    SEAL,
     SEGMENT_HEADER_BYTES,
     FormatError,
     SegmentName,
     decode_header,
     decode_records,
+    seal_record,
+    seal_records,
 )
-from posix_store.syscalls import Syscalls, close_quietly, read_at
+from posix_store.syscalls import Syscalls, close_quietly, read_at, write_at
 
 logger = logging.getLogger(__name__)
 
 _TEMPORARY_SECONDS = 3600
+_ALL = (float("inf"), float("inf"))
+"""What a sealed journal publishes ends: with the files."""
 
 
 def reclaim(root: StoreRoot) -> None:
@@ -64,33 +69,36 @@ def _segment(calls: Syscalls, paths: list[str], namespace: bytes) -> None:
                 stack.callback(close_quietly, calls, opened[path])
                 # Refused while its writer lives, and where locks do not work. Held until the end.
                 calls.flock(opened[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        journal_end, data_end = 0, 0
-        if len(opened) == 2:
-            journal_end, data_end = _published(calls, opened[paths[1]], namespace)
-        if data_end:
-            for path, end in zip(paths, (data_end, journal_end), strict=True):
-                calls.ftruncate(opened[path], min(end, calls.fstat(opened[path]).st_size))
+        if len(opened) < 2 or not (published := _published(calls, opened[paths[1]], namespace)):
+            logger.info("deleting %s: its writer died before it had stored anything", paths[0])
+            for path in opened:
+                calls.unlink(path)
             return
-        logger.info("deleting %s: its writer died before it had stored anything", paths[0])
-        for path in opened:
-            calls.unlink(path)
+        for path, end in zip(paths, published, strict=True):
+            calls.ftruncate(opened[path], int(min(end, calls.fstat(opened[path]).st_size)))
+        if published != _ALL:
+            # So that nobody need look at this journal again.
+            write_at(calls, opened[paths[1]], seal_records(seal_record()), int(published[1]))
 
 
-def _published(calls: Syscalls, journal: int, namespace: bytes) -> tuple[int, int]:
-    """Where the last whole batch of a journal ends, and where its bytes end in the segment; 0 for nothing."""
+def _published(calls: Syscalls, journal: int, namespace: bytes) -> tuple[float, float] | None:
+    """Where what a journal publishes ends in the segment and in the journal; None when that is nothing."""
     size = calls.fstat(journal).st_size
     if size < RECORD_BYTES:
-        return 0, 0
-    data = read_at(calls, journal, size, 0)
-    if len(data) < size:
+        return None
+    decode_header(read_at(calls, journal, RECORD_BYTES, 0), JOURNAL_MAGIC, namespace)
+    last, consumed, _ = decode_records(read_at(calls, journal, RECORD_BYTES, size - RECORD_BYTES))
+    if consumed and last[0]["kind"] == SEAL:
+        return _ALL
+    data = read_at(calls, journal, size - RECORD_BYTES, RECORD_BYTES)
+    if len(data) < size - RECORD_BYTES:
         raise OSError(errno.EIO, "the journal could not be read whole, so nothing is deleted")
-    decode_header(data[:RECORD_BYTES], JOURNAL_MAGIC, namespace)
-    records, consumed, _ = decode_records(data[RECORD_BYTES:])
+    records, consumed, _ = decode_records(data)
     puts = records[records["kind"] == PUT]
     if not len(puts) and not (records["kind"] == EVICT).any():
-        return 0, 0
+        return None
     ends = puts["offset"] + puts["length"]
-    return RECORD_BYTES + consumed, max(SEGMENT_HEADER_BYTES, int(ends.max(initial=0)))
+    return max(SEGMENT_HEADER_BYTES, int(ends.max(initial=0))), RECORD_BYTES + consumed
 
 
 def _old_temporaries(root: StoreRoot, directory: str, base: str) -> None:

@@ -73,12 +73,22 @@ class StoreRoot:
             self.created = settings["created"] if settings else int(time.time())
             if create:
                 self._write_settings(known=STORE_FILE in names)
-                if old is not None:
+                if old is not None and not self.read_only_because:
                     logger.info(
                         "posix_store %s: capacity changed from %d to %d bytes", self.path, old, self.capacity
                     )
+        if create and not self.read_only_because:
+            self.read_only_because = self._why_not_writable()
         if self.capacity <= 0:
             raise StoreError(f"capacity = {self.capacity}: must be more than 0 bytes")
+
+    def _why_not_writable(self) -> str | None:
+        """Why nothing can be stored: the store lock, without which nothing is, may not be taken."""
+        lock = os.path.join(self.path, LOCK_FILE)
+        if self.syscalls.access(lock, os.R_OK | os.W_OK) or not self.syscalls.access(lock, os.F_OK):
+            return None
+        logger.warning("posix_store %s: %s is not writable; give this user access", self.path, LOCK_FILE)
+        return f"{LOCK_FILE} is not writable"
 
     def _list_or_create(self, create: bool) -> list[str]:
         try:

@@ -126,6 +126,14 @@ def decode_header(data: bytes, magic: bytes, namespace: bytes) -> bytes:
     return bytes(uid)
 
 
+def seal_record() -> np.ndarray:
+    """One SEAL record, `RECORD` (1,)."""
+    record = np.zeros(1, RECORD)
+    record["kind"] = SEAL
+    record["time"] = int(time.time())
+    return record
+
+
 def seal_records(records: np.ndarray) -> bytes:
     """Fill `remaining` and `crc` of one append's records and return its bytes.
 

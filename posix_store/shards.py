@@ -46,8 +46,8 @@ class ShardAssembler:
                 (waiting.copy, set(waiting.shards)) if waiting else (0, {shard})
             )
             if shard in present:
-                copy, present = self._copies, set()
-                self._copies = (self._copies + 1) % 256
+                copy, present = (waiting.copy + 1) % 256 if waiting else self._copies, set()
+                self._copies = (copy + 1) % 256
             begun[key] = (copy, present | {shard})
             puts["copy"][i] = copy
 

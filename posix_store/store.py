@@ -99,7 +99,7 @@ class PosixStore:
         self._files = SegmentFiles(self._catalog, namespace, calls)
         self._space = SpaceKeeper(self.root, min_free, chunk=min(64 << 20, segment_bytes // 4))
         self._writer = SegmentWriter(
-            self.root, namespace, identity or {}, self._space, self._catalog.add_own, segment_bytes
+            self.root, namespace, identity or {}, self._space, self._catalog, segment_bytes
         )
         self._loader = Loader(
             self._catalog, self._files, self._writer, self.engine, self.counters, io_threads, verify
@@ -107,7 +107,7 @@ class PosixStore:
         self._dumper = Dumper(
             self._catalog, self._writer, self.engine, self.counters, io_threads, self.root.read_only_because
         )
-        self._catalog.refresh(max_age=0)
+        self._catalog.refresh(max_age=0, budget=float("inf"))
 
     # -- look-up ------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class PosixStore:
         Args:
             progress: told (blocks done, blocks in all) now and then.
         """
-        self._catalog.refresh(max_age=0)
+        self._catalog.refresh(max_age=0, budget=float("inf"))
         return verify_blocks(self._catalog, self._files, self.engine, progress)
 
     def clear(self) -> int:
@@ -266,7 +266,7 @@ class PosixStore:
             raise StoreError(
                 f"clear: the store at {self.root.path} is read-only ({self.root.read_only_because})"
             )
-        self._catalog.refresh(max_age=0)
+        self._catalog.refresh(max_age=0, budget=float("inf"))
         blocks = len(self._catalog.index)
         self._writer.close()
         directory = self.root.namespace_path(self.namespace)

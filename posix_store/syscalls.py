@@ -38,7 +38,7 @@ def _call(function: Callable[..., int], *arguments: int) -> int:
 class Syscalls:
     """The operating system. Tests subclass it to inject errors, short transfers and delays."""
 
-    def open(self, path: str, flags: int, mode: int = 0o644) -> int:
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
         return os.open(path, flags | os.O_CLOEXEC, mode)
 
     def close(self, fd: int) -> None:
@@ -75,6 +75,9 @@ class Syscalls:
 
     def stat(self, path: str) -> os.stat_result:
         return os.stat(path)
+
+    def access(self, path: str, mode: int) -> bool:
+        return os.access(path, mode)
 
     def statvfs(self, path: str) -> os.statvfs_result:
         return os.statvfs(path)

@@ -12,14 +12,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from posix_store.capacity import NoSpace, SpaceKeeper
-from posix_store.catalog import SegmentInfo
+from posix_store.catalog import Catalog
 from posix_store.open_segment import OpenSegment, create_segment
 from posix_store.root import StoreRoot
 from posix_store.segment import (
@@ -59,7 +59,7 @@ class SegmentWriter:
     Nothing is created before the first reservation, so a process that only looks up never writes.
 
     Args:
-        register: puts each new segment into the catalog.
+        catalog: told of new segments and of what is published.
         segment_bytes: a segment is closed and a new one begun when it would grow beyond this.
     """
 
@@ -69,7 +69,7 @@ class SegmentWriter:
         namespace: str,
         identity: Mapping[str, Any],
         space: SpaceKeeper,
-        register: Callable[[SegmentName, bytes], SegmentInfo],
+        catalog: Catalog,
         segment_bytes: int,
     ) -> None:
         self._root = root
@@ -77,7 +77,7 @@ class SegmentWriter:
         self._namespace = namespace
         self._identity = identity
         self._space = space
-        self._register = register
+        self._catalog = catalog
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
@@ -126,14 +126,18 @@ class SegmentWriter:
             finally:
                 self._release(segment, promise)
 
-    def publish(self, segment: OpenSegment, records: np.ndarray) -> None:
+    def publish(self, segment: OpenSegment, records: np.ndarray) -> bool:
         """Append records to a segment's journal: from its return on, everybody can see them.
 
-        Raises `OSError` when they could not all be written; then none of them will ever be visible.
+        False when the segment has been deleted or refused meanwhile: nobody will. Raises `OSError` when the
+        records could not all be written; then none of them will ever be visible.
         """
+        # One step for all dumps: shards of a block that are dumped at once must agree on their copy.
         with self._lock:
             self._record_evictions(segment)
+            self._catalog.assign_copies(segment.info, records)
             self._append(segment, records)
+            return self._catalog.publish_own(segment.info, records)
 
     def evict(self, located: list[tuple[bytes, bytes, int]]) -> None:
         """Record that blocks, given as (id, segment uid, offset), are gone or damaged.
@@ -195,7 +199,7 @@ class SegmentWriter:
             name = SegmentName(self._writer, self._seq)
             self._seq += 1
             return create_segment(
-                self._root, self._namespace, name, self._space, self._register, self._waiting_bytes()
+                self._root, self._namespace, name, self._space, self._catalog.add_own, self._waiting_bytes()
             )
 
     def _record_evictions(self, segment: OpenSegment) -> None:

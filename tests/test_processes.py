@@ -273,6 +273,7 @@ def test_clear_in_one_process_while_another_serves(root: Path) -> None:
             time.sleep(0.02)
             assert store.clear() == len(blocks)
             assert not store.lookup(blocks).any()
+        time.sleep(1.1)  # the reader, whose look-ups all hit, notices deletion within a second
         dump(store, blocks, LENGTH)
         time.sleep(0.05)
         reader.send("stop")

@@ -333,6 +333,12 @@ def _refuse_unsupported(storage_config: Any) -> None:
             f"dcp_size = {storage_config.dcp_size}: decode context parallelism is not supported with a "
             "dynamic storage backend; start the server without it"
         )
+    if storage_config.is_mla_model and storage_config.attn_cp_size > 1:
+        raise ConfigError(
+            f"attn_cp_size = {storage_config.attn_cp_size}: SGLang lets only the first rank of an MLA model "
+            "write, so the pages of the other context-parallel ranks would never be there; start the server "
+            "without it"
+        )
     if storage_config.tp_lcm_size:
         raise ConfigError(
             f"tp_lcm_size = {storage_config.tp_lcm_size}: sharing pages between tensor-parallel sizes is not "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 LOCK_TIMEOUT = 1.0
 """Seconds a dump waits for the store lock before its blocks go unstored."""
+RECLAIM_SECONDS = 0.25
+"""Time that one reservation spends on what dead writers left; the next goes on."""
 
 
 @dataclass
@@ -62,7 +65,7 @@ class SpaceKeeper:
         self.preallocates = True
         """False once the file system has refused: reservations then hold the store lock while they last."""
         self._said_full = False
-        self._reclaimed = False
+        self._reclaiming = reclaim(root)
 
     @property
     def min_free(self) -> int:
@@ -108,9 +111,10 @@ class SpaceKeeper:
         with self._root.lock(LOCK_TIMEOUT) as held:
             if not held:
                 raise NoSpace(Reason.TIMEOUT, f"the store lock was held by others for {LOCK_TIMEOUT} s")
-            if not self._reclaimed:
-                self._reclaimed = True
-                reclaim(self._root)
+            deadline = time.monotonic() + RECLAIM_SECONDS
+            for _ in self._reclaiming:
+                if time.monotonic() > deadline:
+                    break
             yield
 
     def require(self, needed: int, divisible: bool = True) -> int:

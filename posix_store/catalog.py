@@ -89,6 +89,7 @@ class Catalog:
         self._evicted_early: dict[bytes, set[int]] = {}
         self._looked_at = float("-inf")
         self._resume_at = 0
+        self._unknown_before: set[bytes] = set()
         self._said: set[tuple[str, str]] = set()
 
     def segment(self, number: int) -> SegmentInfo:
@@ -167,19 +168,24 @@ class Catalog:
             if not segment.dropped and segment.name.data not in names:
                 self.counters.vanished_segments += 1
                 self._drop(segment)
-        evictions: list[np.ndarray] = []
         parsed = filter(None, map(SegmentName.parse, names))
         journals = [name for name, kind in parsed if kind == "idx" and name.data in names]
         # Oldest first: of two copies of a block, the later put wins.
         journals.sort(key=lambda name: (name.started_ms, name.stem))
-        for name in journals[self._resume_at :] + journals[: self._resume_at]:
-            if time.monotonic() > deadline:
+        news: list[tuple[SegmentInfo, np.ndarray]] = []
+        start, self._resume_at = self._resume_at, 0
+        for count, name in enumerate(journals[start:] + journals[:start]):
+            if count and time.monotonic() > deadline:
                 self._resume_at = journals.index(name)
                 break
-            evictions += self._follow(name)
-        # An eviction always follows the put it undoes, but may stand in a journal that was read before.
-        for records in evictions:
-            self._apply_evictions(records)
+            news += self._follow(name)
+        # Evictions first, wherever they stand: else a copy that was evicted could displace a good one.
+        for _, records in news:
+            self._apply_evictions(records[records["kind"] == EVICT])
+        for segment, records in news:
+            self._apply_puts(segment, records[records["kind"] == PUT])
+        if not self._resume_at:
+            self._forget_evictions_of_nothing()
 
     def _say(self, message: str, path: str, error: OSError) -> None:
         """Warn once for each file and error: a look at the directory is taken many times a second."""
@@ -187,8 +193,8 @@ class Catalog:
             self._said.add((path, str(error)))
             logger.warning(message, path, error)
 
-    def _follow(self, name: SegmentName) -> list[np.ndarray]:
-        """Read what is new in one journal and apply its puts; its EVICT records are returned."""
+    def _follow(self, name: SegmentName) -> list[tuple[SegmentInfo, np.ndarray]]:
+        """The records that are new in one journal."""
         known = self._by_name.get(name)
         if known is not None and (known.own or known.sealed or known.dropped):
             return []
@@ -212,7 +218,7 @@ class Catalog:
             self._say("cannot read %s: %s", path, error)
         return []
 
-    def _read_journal(self, name: SegmentName, path: str, size: int) -> list[np.ndarray]:
+    def _read_journal(self, name: SegmentName, path: str, size: int) -> list[tuple[SegmentInfo, np.ndarray]]:
         fd = self._calls.open(path, os.O_RDONLY)
         try:
             # Read again at each look: someone may have put another journal in the place of this one.
@@ -220,18 +226,19 @@ class Catalog:
             segment = self._by_name.get(name) or self._add(name, uid, own=False)
             if segment.uid != uid:
                 raise FormatError(f"journal is of segment {uid.hex()}, it was of {segment.uid.hex()}")
-            evictions = []
+            news = []
             while segment.read < size:
                 data = read_at(self._calls, fd, min(_READ_BYTES, size - segment.read), segment.read)
                 records, consumed, damaged = decode_records(data)
                 if not consumed:
                     break
-                evictions += self._apply(segment, records)
+                news.append((segment, self._backed(segment, records)))
                 segment.read += consumed
+                segment.sealed |= bool((records["kind"] == SEAL).any())
                 self.counters.damaged_records += damaged
         finally:
             close_quietly(self._calls, fd)
-        return evictions
+        return news
 
     def _add(self, name: SegmentName, uid: bytes, own: bool) -> SegmentInfo:
         segment = SegmentInfo(name, len(self._segments), uid, own)
@@ -249,37 +256,39 @@ class Catalog:
         self._assembler.forget(segment.number)
         self.on_drop(segment.number)
 
-    def _apply(self, segment: SegmentInfo, records: np.ndarray) -> list[np.ndarray]:
-        kind = records["kind"]
-        puts = records[kind == PUT]
-        if len(puts):
-            self._apply_puts(segment, self._backed(segment, puts))
-        if (kind == SEAL).any():
-            segment.sealed = True
-        evictions = records[kind == EVICT]
-        return [evictions] if len(evictions) else []
-
-    def _backed(self, segment: SegmentInfo, puts: np.ndarray) -> np.ndarray:
-        """The puts whose bytes lie within the segment file as it is now."""
+    def _backed(self, segment: SegmentInfo, records: np.ndarray) -> np.ndarray:
+        """Records without the puts whose bytes do not lie within the segment file as it is now."""
         size = self._calls.stat(self.path(segment)).st_size
-        end = puts["offset"] + puts["length"]
-        whole = (
-            (end <= size) & (puts["offset"] >= SEGMENT_HEADER_BYTES) & (puts["shard"] <= puts["last_shard"])
-        )
-        self.counters.truncated_blocks += int((~whole).sum())
-        return puts[whole]
+        end = records["offset"] + records["length"]
+        whole = (end <= size) & (records["offset"] >= SEGMENT_HEADER_BYTES)
+        whole &= records["shard"] <= records["last_shard"]
+        lost = (records["kind"] == PUT) & ~whole
+        self.counters.truncated_blocks += int(lost.sum())
+        return records[~lost]
 
     def _apply_puts(self, segment: SegmentInfo, puts: np.ndarray) -> None:
+        evicted = self._evicted_early.get(segment.uid)
+        if evicted:
+            gone = np.isin(puts["offset"], np.fromiter(evicted, np.uint64, len(evicted)))
+            evicted.difference_update(puts["offset"][gone].tolist())
+            puts = puts[~gone]
         for complete in self._assembler.complete(segment.name.writer, segment.number, puts):
             self.index.put(complete)
-        early = self._evicted_early.pop(segment.uid, None)
-        if early:
-            self._evict(segment.uid, np.array(sorted(early), np.int64))
 
     def _apply_evictions(self, records: np.ndarray) -> None:
         for uid in np.unique(records["parent"]):
             offsets = records["offset"][records["parent"] == uid].astype(np.int64)
             self._evict(uid.tobytes(), offsets)
+
+    def _forget_evictions_of_nothing(self) -> None:
+        """Drop evictions in segments that were unknown at two complete looks.
+
+        A segment is there before its eviction, so the second look would have found it.
+        """
+        unknown = {uid for uid in self._evicted_early if uid not in self._by_uid}
+        for uid in unknown & self._unknown_before:
+            del self._evicted_early[uid]
+        self._unknown_before = unknown
 
     def _evict(self, uid: bytes, offsets: np.ndarray) -> None:
         """Forget blocks of a segment; those that are not known yet, when they come."""

@@ -14,7 +14,7 @@ from posix_store.counters import Counters
 from posix_store.engine import Engine, reason_of
 from posix_store.errors import Reason
 from posix_store.loading import MIN_REQUEST_BYTES
-from posix_store.segment import EXTENT_ALIGNMENT, PUT, RECORD
+from posix_store.segment import EXTENT_ALIGNMENT, PUT, RECORD, RECORD_BYTES
 from posix_store.transfer import Transfer, plan
 from posix_store.writer import Extent, SegmentWriter
 
@@ -105,7 +105,7 @@ class Dumper:
                 if full.missing is None:
                     self._say("%d blocks go unstored: %s", count, full)
                     break
-                count -= -(-max(full.missing, EXTENT_ALIGNMENT) // length)
+                count -= -(-max(full.missing, EXTENT_ALIGNMENT) // (length + RECORD_BYTES))
             except OSError as error:
                 status[:count] = self._failed(error, count)
                 break

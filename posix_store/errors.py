@@ -37,6 +37,3 @@ class Reason(IntEnum):
     """Not stored: capacity or the free-space floor would be broken."""
     READ_ONLY = 10
     """Not stored: the store was opened read-only, or the file system turned read-only."""
-
-
-MISS_REASONS: tuple[Reason, ...] = tuple(r for r in Reason if r is not Reason.OK)

@@ -1,6 +1,6 @@
 """The map from (block id, shard) to a location, in numpy columns and an open-addressing table.
 
-A location costs 36 bytes of columns and 8 to 16 of table, whatever the number of blocks, and a batch
+A location costs 40 bytes of columns and 8 to 16 of table, whatever the number of blocks, and a batch
 is one vectorised pass: a Python dict would need about 200 bytes and a Python step for each key.
 Thread-safe: one lock, held for the pass.
 """
@@ -67,9 +67,6 @@ class Index:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reset()
-
-    def _reset(self) -> None:
         rows = 1024
         self._ids = np.empty((rows, 2), np.uint64)
         self._offset = np.empty(rows, np.int64)
@@ -151,10 +148,6 @@ class Index:
         """Forget everything in a segment; the number of blocks forgotten."""
         with self._lock:
             return self._remove(np.flatnonzero(self._segment[: self._used] == segment))
-
-    def clear(self) -> None:
-        with self._lock:
-            self._reset()
 
     def entries(self) -> Entries:
         """A copy of every entry, in the order of segment and offset."""

@@ -71,14 +71,14 @@ class OpenSegment:
         """Has `clear` in another process, or an operator, deleted the files? Raises `OSError`."""
         return any(self._calls.fstat(f.fd).st_nlink == 0 for f in (self.data, self.journal))
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """Tell readers that nothing follows, give back space that holds nothing published, close the files.
 
-        A segment that holds no record is deleted.
+        A segment that holds no record is deleted; False then.
         """
         if self.journal_end == RECORD_BYTES:
             discard(self._calls, [self.data, self.journal])
-            return
+            return False
         if not self.broken:
             with contextlib.suppress(OSError):
                 self.append(seal_record())
@@ -87,6 +87,7 @@ class OpenSegment:
                 # Also frees what was preallocated behind the end, which punching does not on ext4.
                 self._calls.ftruncate(file.fd, min(end, self._calls.fstat(file.fd).st_size))
             close_quietly(self._calls, file.fd)
+        return True
 
 
 def create_segment(

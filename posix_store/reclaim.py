@@ -11,10 +11,12 @@ import fcntl
 import logging
 import os
 import time
+from collections.abc import Iterator
 
 from posix_store.root import NAMESPACE_FILE, STORE_FILE, StoreRoot
 from posix_store.segment import (
     EVICT,
+    EXTENT_ALIGNMENT,
     JOURNAL_MAGIC,
     PUT,
     RECORD_BYTES,
@@ -24,6 +26,7 @@ from posix_store.segment import (
     SegmentName,
     decode_header,
     decode_records,
+    own_host,
     seal_record,
     seal_records,
 )
@@ -36,24 +39,26 @@ _ALL = (float("inf"), float("inf"))
 """What a sealed journal publishes ends: with the files."""
 
 
-def reclaim(root: StoreRoot) -> None:
-    """Cut back the files of dead writers, delete those without a record, and old temporary files."""
+def reclaim(root: StoreRoot) -> Iterator[None]:
+    """Cut back the files of dead writers, delete those without a record, and old temporary files.
+
+    Stops after each writer's file, so that the caller can let the store lock go and go on another time.
+    """
     try:
         _old_temporaries(root, root.path, STORE_FILE)
         for namespace in root.namespaces():
-            _old_temporaries(root, root.namespace_path(namespace), NAMESPACE_FILE)
-            _namespace(root, namespace)
+            directory = root.namespace_path(namespace)
+            _old_temporaries(root, directory, NAMESPACE_FILE)
+            parsed = (SegmentName.parse(name) for name in root.syscalls.listdir(directory))
+            # Of this host only: a lock that another host holds is not seen where the file system keeps locks
+            # local.
+            for name in {item[0] for item in parsed if item and item[0].host == own_host()}:
+                paths = [os.path.join(directory, name.data), os.path.join(directory, name.journal)]
+                with contextlib.suppress(OSError, FormatError):
+                    _segment(root.syscalls, paths, bytes.fromhex(namespace))
+                yield
     except OSError as error:
         logger.warning("posix_store %s: cannot look for what dead writers left: %s", root.path, error)
-
-
-def _namespace(root: StoreRoot, namespace: str) -> None:
-    directory = root.namespace_path(namespace)
-    parsed = (SegmentName.parse(name) for name in root.syscalls.listdir(directory))
-    for name in {item[0] for item in parsed if item}:
-        paths = [os.path.join(directory, name.data), os.path.join(directory, name.journal)]
-        with contextlib.suppress(OSError, FormatError):
-            _segment(root.syscalls, paths, bytes.fromhex(namespace))
 
 
 def _segment(calls: Syscalls, paths: list[str], namespace: bytes) -> None:
@@ -76,8 +81,8 @@ def _segment(calls: Syscalls, paths: list[str], namespace: bytes) -> None:
             return
         for path, end in zip(paths, published, strict=True):
             calls.ftruncate(opened[path], int(min(end, calls.fstat(opened[path]).st_size)))
-        if published != _ALL:
-            # So that nobody need look at this journal again.
+        if published != _ALL and published[1] % EXTENT_ALIGNMENT:
+            # So that nobody need look at this journal again. (Where it needs a new disk block, it is left.)
             write_at(calls, opened[paths[1]], seal_records(seal_record()), int(published[1]))
 
 

@@ -83,12 +83,16 @@ class StoreRoot:
             raise StoreError(f"capacity = {self.capacity}: must be more than 0 bytes")
 
     def _why_not_writable(self) -> str | None:
-        """Why nothing can be stored: the store lock, without which nothing is, may not be taken."""
+        """Why nothing can be stored, None when it can: each dump needs the store lock."""
         lock = os.path.join(self.path, LOCK_FILE)
-        if self.syscalls.access(lock, os.R_OK | os.W_OK) or not self.syscalls.access(lock, os.F_OK):
+        if self.syscalls.access(lock, os.F_OK):
+            path, allowed = lock, self.syscalls.access(lock, os.R_OK | os.W_OK)
+        else:
+            path, allowed = self.path, self.syscalls.access(self.path, os.W_OK | os.X_OK)
+        if allowed:
             return None
-        logger.warning("posix_store %s: %s is not writable; give this user access", self.path, LOCK_FILE)
-        return f"{LOCK_FILE} is not writable"
+        logger.warning("posix_store %s: %s is not writable; give this user access", self.path, path)
+        return f"{path} is not writable"
 
     def _list_or_create(self, create: bool) -> list[str]:
         try:

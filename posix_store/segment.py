@@ -81,6 +81,10 @@ class SegmentName:
         return self.stem + ".idx"
 
     @property
+    def host(self) -> str:
+        return self.writer.split("-")[0]
+
+    @property
     def started_ms(self) -> int:
         """When the writer started, in Unix milliseconds by its clock."""
         return int(self.writer.split("-")[-2], 16)
@@ -92,10 +96,14 @@ class SegmentName:
         return (cls(match["writer"], int(match["seq"])), match["kind"]) if match else None
 
 
+def own_host() -> str:
+    """The name of this host as it stands in the names of writers."""
+    return re.sub(r"[^a-z0-9_.]", "_", socket.gethostname().lower())[:40] or "host"
+
+
 def new_writer_name() -> str:
     """A name no other process, living or dead, has: host, pid, start time (ms), 32 random bits."""
-    host = re.sub(r"[^a-z0-9_.]", "_", socket.gethostname().lower())[:40] or "host"
-    return f"{host}-{os.getpid()}-{int(time.time() * 1000):x}-{secrets.token_hex(4)}"
+    return f"{own_host()}-{os.getpid()}-{int(time.time() * 1000):x}-{secrets.token_hex(4)}"
 
 
 def encode_header(magic: bytes, uid: bytes, namespace: bytes, created_ns: int) -> bytes:

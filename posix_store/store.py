@@ -83,7 +83,8 @@ class PosixStore:
     ) -> None:
         if not NAMESPACE_NAME.fullmatch(namespace):
             raise StoreError(f"namespace = {namespace!r}: must be 32 lower-case hex digits")
-        _positive(capacity=capacity, segment_bytes=segment_bytes, io_threads=io_threads, timeout=timeout)
+        _positive(int, capacity=capacity, segment_bytes=segment_bytes, io_threads=io_threads)
+        _positive(float, timeout=timeout)
         if min_free is not None and min_free < 0:
             raise StoreError(f"min_free = {min_free}: must be 0 or more bytes")
         calls = syscalls or Syscalls()
@@ -307,10 +308,10 @@ class PosixStore:
         self.close()
 
 
-def _positive(**settings: float | None) -> None:
+def _positive(kind: type, **settings: float | None) -> None:
     for name, value in settings.items():
-        if value is not None and value <= 0:
-            raise StoreError(f"{name} = {value}: must be more than 0")
+        if value is not None and not (isinstance(value, int | kind) and 0 < value < float("inf")):
+            raise StoreError(f"{name} = {value!r}: must be a {kind.__name__} of more than 0")
 
 
 def _matrix(addresses: np.ndarray, sizes: int | np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -77,7 +77,7 @@ class Syscalls:
         return os.stat(path)
 
     def access(self, path: str, mode: int) -> bool:
-        return os.access(path, mode)
+        return os.access(path, mode, effective_ids=True)
 
     def statvfs(self, path: str) -> os.statvfs_result:
         return os.statvfs(path)

@@ -228,11 +228,15 @@ class SegmentWriter:
         """Take no more extents from the current segment; dumps under way may still publish."""
         segment, self._current = self._current, None
         if segment is not None and segment.users == 0:
-            segment.finish()
+            self._finish(segment)
 
     def _release(self, segment: OpenSegment, promise: int) -> None:
         with self._lock:
             segment.users -= 1
             segment.promised -= promise
             if segment is not self._current and segment.users == 0:
-                segment.finish()
+                self._finish(segment)
+
+    def _finish(self, segment: OpenSegment) -> None:
+        if not segment.finish():
+            self._catalog.forget(segment.info.name)

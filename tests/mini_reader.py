@@ -123,12 +123,13 @@ def blocks(root: Path, namespace: str) -> dict[bytes, list[Place]]:
     check_settings(root)
     standing: dict[bytes, list[Place]] = {}
     partial: dict[tuple[str, bytes, int], dict[int, Place]] = {}
-    evicted: set[tuple[bytes, int]] = set()
-    for segment, found in journals(root / namespace, namespace):
+    everything = list(journals(root / namespace, namespace))
+    evicted = {(one.parent, one.offset) for _, found in everything for one in found if one.kind == EVICT}
+    for segment, found in everything:
         size = segment.path.stat().st_size
         for record in found:
-            if record.kind == EVICT:
-                evicted.add((record.parent, record.offset))
+            if (segment.uid, record.offset) in evicted:
+                continue
             inside = record.offset >= FIRST_EXTENT and record.offset + record.length <= size
             if record.kind != PUT or not inside or record.shard > record.last_shard:
                 continue
@@ -140,11 +141,7 @@ def blocks(root: Path, namespace: str) -> dict[bytes, list[Place]]:
             if len(shards) == record.last_shard + 1:
                 standing[record.id] = [shards[shard] for shard in range(record.last_shard + 1)]
                 del partial[key]
-    return {
-        block: places
-        for block, places in standing.items()
-        if not any((segment.uid, record.offset) in evicted for segment, record in places)
-    }
+    return standing
 
 
 def read(place: Place, namespace: str) -> bytes | None:

@@ -187,8 +187,8 @@ def test_blocks_that_are_deleted_during_verify_are_no_damage(stored, capsys, mon
     """A server may clear its namespace at any time: that must not alarm anybody."""
     refresh = Catalog.refresh
 
-    def then_clear(catalog: Catalog, max_age: float = 0) -> bool:
-        looked = refresh(catalog, max_age)
+    def then_clear(catalog: Catalog, *arguments: float, **named: float) -> bool:
+        looked = refresh(catalog, *arguments, **named)
         if catalog.counters.refreshes == 2:  # one by opening, one by verify
             only(stored, ".seg").unlink()
         return looked

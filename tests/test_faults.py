@@ -388,8 +388,9 @@ def test_the_shim_itself(tmp_path: Path, kind: str) -> None:
         "open": (path, os.O_RDONLY), "close": (os.dup(fd),), "pread": (fd, 10, 0), "pwrite": (fd, b"abc", 0),
         "preadv": (fd, iov.ctypes.data, 1, 0), "pwritev": (fd, iov.ctypes.data, 1, 0),
         "fallocate": (fd, 0, 0, 4096), "ftruncate": (fd, 0), "fadvise": (fd, 0, 0, os.POSIX_FADV_WILLNEED),
-        "fsync": (fd,), "access": (path, os.R_OK), "fstat": (fd,), "stat": (path,), "statvfs": (path,), "listdir": (str(tmp_path),),
-        "mkdir": (str(tmp_path / "new"),), "makedirs": (str(tmp_path / "d" / "e"),),
+        "fsync": (fd,), "fstat": (fd,), "stat": (path,), "access": (path, os.R_OK), "statvfs": (path,),
+        "listdir": (str(tmp_path),), "mkdir": (str(tmp_path / "new"),),
+        "makedirs": (str(tmp_path / "d" / "e"),),
         "rmdir": (str(tmp_path / "a"),), "rename": (str(tmp_path / "b"), str(tmp_path / "c")),
         "unlink": (path,), "flock": (fd, fcntl.LOCK_EX),
     }  # fmt: skip

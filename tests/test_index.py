@@ -159,11 +159,6 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.drop_segment(segment) == len(gone)
         self._forget(gone)
 
-    @rule()
-    def clear(self) -> None:
-        self.index.clear()
-        self.model.clear()
-
     def _place_of(self, block: tuple[int, int], shard: int) -> Place | None:
         parts = self.model.get(block, ())
         return parts[shard] if shard < len(parts) else None

@@ -145,6 +145,7 @@ class UcmHiCacheStorage(HiCacheStorage):
             )  # fmt: skip
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Note a pool of the server; every pool but the KV pool is one too many."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if str(host_pool_name) != KV_POOL:
             self._refused_pools.append(str(host_pool_name))
@@ -168,6 +169,7 @@ class UcmHiCacheStorage(HiCacheStorage):
         return self._store.lookup_on_prefix(self._ids.of(KV_POOL, keys)) + 1
 
     def exists(self, key: str) -> bool:
+        """Is one page stored?"""
         return self.batch_exists([key]) == 1
 
     # -- zero-copy (I/O and backup threads) --------------------------------------------------------
@@ -212,9 +214,11 @@ class UcmHiCacheStorage(HiCacheStorage):
         return bool(self._dump_pages(keys, list(values), None).all())
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """`batch_get` of one page."""
         return self.batch_get([key], [target_location])[0]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """`batch_set` of one page."""
         return self.batch_set([key], [value])
 
     # -- models with several pools: declined -------------------------------------------------------
@@ -228,9 +232,11 @@ class UcmHiCacheStorage(HiCacheStorage):
         return PoolTransferResult.empty()
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Nothing is loaded."""
         return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Nothing is stored."""
         return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}
 
     # -- administration (scheduler main thread) ----------------------------------------------------

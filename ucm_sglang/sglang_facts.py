@@ -24,7 +24,8 @@ TESTED_VERSIONS = ("0.5.23",)
 _OVERRIDES = (
     "json_model_override_args", "load_format", "model_impl", "model_loader_extra_config", "context_length",
     "custom_weight_loader", "modelopt_quant", "rl_quant_profile", "enable_w4a4_mxfp4_megamoe",
-    "enable_quant_communications", "flashinfer_mxfp4_moe_precision", "dllm_algorithm", "kt_method",
+    "enable_quant_communications", "enable_tf32_matmul",
+    "rl_on_policy_target", "flashinfer_mxfp4_moe_precision", "dllm_algorithm", "kt_method",
     "speculative_draft_load_format", "speculative_draft_model_quantization",
     "speculative_draft_kv_cache_dtype",
 )  # fmt: skip

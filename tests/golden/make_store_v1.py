@@ -61,7 +61,9 @@ class GoldenSegment:
         self.data = header.ljust(SEGMENT_HEADER_BYTES, b"\0")
         self.journal = encode_header(JOURNAL_MAGIC, self.uid, digest, created)
 
-    def batch(self, blocks: list[tuple[int, int, int]], length: int, parents: dict[int, int]) -> np.ndarray:
+    def batch(
+        self, blocks: list[tuple[int, int, int]], length: int, parents: dict[int, int], copy: int = 0
+    ) -> np.ndarray:
         """Write an extent of (block, shard, last shard); the records that would publish it."""
         self.data = self.data.ljust(align(len(self.data)), b"\0")
         records = np.zeros(len(blocks), RECORD)
@@ -70,7 +72,7 @@ class GoldenSegment:
             record["kind"], record["id"], record["time"] = PUT, name(number), TIME
             record["parent"] = name(parents[number]) if number in parents else bytes(16)
             record["offset"], record["length"], record["payload_crc"] = len(self.data), length, crc32c(bytes_)
-            record["shard"], record["last_shard"] = shard, last
+            record["shard"], record["last_shard"], record["copy"] = shard, last, copy
             self.offsets[number, shard] = len(self.data)
             self.data += bytes_
         return records
@@ -105,7 +107,7 @@ def segments() -> list[GoldenSegment]:
 
     # Block 5 becomes whole in the writer's next segment, and block 7 is stored again.
     second.append(second.batch([(5, 1, 1)], 80, {}))
-    second.append(second.batch([(7, 1, 1), (7, 0, 1)], 44, {}))
+    second.append(second.batch([(7, 1, 1), (7, 0, 1)], 44, {}, copy=1))
 
     other.append(other.batch([(8, 0, 0)], 5000, {8: 3}))
     # Block 2 a second time; block 9 lacks a shard, which alpha does not make good.

@@ -40,7 +40,7 @@ HIT_MAX_AGE = 1.0
 """Seconds for which it answers, in loads and dumps, for blocks that are: others may have deleted them."""
 LOOK_SECONDS = 0.5
 """Time for one look: on a slow file system the rest of the journals is followed at the next."""
-_READ_BYTES = 64 << 20
+_READ_BYTES = 256 << 20
 
 
 @dataclass
@@ -169,7 +169,9 @@ class Catalog:
                 self.counters.vanished_segments += 1
                 self._drop(segment)
         parsed = filter(None, map(SegmentName.parse, names))
-        journals = [name for name, kind in parsed if kind == "idx" and name.data in names]
+        journals = [
+            name for name, kind in parsed if kind == "idx" and name.data in names and self._may_grow(name)
+        ]
         # Oldest first: of two copies of a block, the later put wins.
         journals.sort(key=lambda name: (name.started_ms, name.stem))
         news: list[tuple[SegmentInfo, np.ndarray]] = []
@@ -193,11 +195,13 @@ class Catalog:
             self._said.add((path, str(error)))
             logger.warning(message, path, error)
 
+    def _may_grow(self, name: SegmentName) -> bool:
+        known = self._by_name.get(name)
+        return known is None or not (known.own or known.sealed or known.dropped)
+
     def _follow(self, name: SegmentName) -> list[tuple[SegmentInfo, np.ndarray]]:
         """The records that are new in one journal."""
         known = self._by_name.get(name)
-        if known is not None and (known.own or known.sealed or known.dropped):
-            return []
         path = os.path.join(self._directory, name.journal)
         try:
             size = self._calls.stat(path).st_size
@@ -226,16 +230,13 @@ class Catalog:
             segment = self._by_name.get(name) or self._add(name, uid, own=False)
             if segment.uid != uid:
                 raise FormatError(f"journal is of segment {uid.hex()}, it was of {segment.uid.hex()}")
-            news = []
-            while segment.read < size:
-                data = read_at(self._calls, fd, min(_READ_BYTES, size - segment.read), segment.read)
-                records, consumed, damaged = decode_records(data)
-                if not consumed:
-                    break
-                news.append((segment, self._backed(segment, records)))
-                segment.read += consumed
-                segment.sealed |= bool((records["kind"] == SEAL).any())
-                self.counters.damaged_records += damaged
+            # Of a huge journal a part at a time; the rest is read at the next look.
+            data = read_at(self._calls, fd, min(_READ_BYTES, size - segment.read), segment.read)
+            records, consumed, damaged = decode_records(data)
+            news = [(segment, self._backed(segment, records))]
+            segment.read += consumed
+            segment.sealed |= bool((records["kind"] == SEAL).any())
+            self.counters.damaged_records += damaged
         finally:
             close_quietly(self._calls, fd)
         return news

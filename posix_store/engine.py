@@ -34,6 +34,7 @@ _REASONS = {
     errno.EROFS: Reason.READ_ONLY,
     errno.ENOENT: Reason.EVICTED,
     errno.ESTALE: Reason.EVICTED,
+    errno.ETIMEDOUT: Reason.TIMEOUT,
 }
 
 

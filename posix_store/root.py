@@ -244,18 +244,27 @@ class StoreRoot:
             logger.debug("posix_store %s: cannot read %s again: %s", self.path, STORE_FILE, error)
         return self.capacity
 
-    def allocated_bytes(self) -> int:
-        """Bytes that the file system has allocated to everything under the root. Raises `OSError`."""
-        total = self.syscalls.stat(self.path).st_blocks * 512
+    def allocated_bytes(self, budget: float = float("inf")) -> int:
+        """Bytes that the file system has allocated to everything under the root.
+
+        Raises `OSError`; `TimeoutError` when it takes more than `budget` seconds to ask for every file.
+        """
+        deadline = time.monotonic() + budget
+        total = 0
+        for path in self._everything():
+            total += self._blocks(path)
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "too long to ask what each file has allocated", self.path)
+        return total
+
+    def _everything(self) -> Iterator[str]:
+        yield self.path
         for name in self.syscalls.listdir(self.path):
             path = os.path.join(self.path, name)
-            total += self._blocks(path)
+            yield path
             if NAMESPACE_NAME.fullmatch(name):
                 with contextlib.suppress(FileNotFoundError):
-                    total += sum(
-                        self._blocks(os.path.join(path, entry)) for entry in self.syscalls.listdir(path)
-                    )
-        return total
+                    yield from (os.path.join(path, entry) for entry in self.syscalls.listdir(path))
 
     def _blocks(self, path: str) -> int:
         try:

@@ -24,9 +24,11 @@ from posix_store.segment import (
     JOURNAL_MAGIC,
     PUT,
     RECORD,
+    SEAL,
     SEGMENT_HEADER_BYTES,
     SEGMENT_MAGIC,
     encode_header,
+    new_writer_name,
     seal_records,
 )
 
@@ -46,17 +48,16 @@ def root() -> Iterator[Path]:
 def killed_writers(root: Path, count: int, seed: int = 0) -> np.ndarray:
     """What writers leave that are killed after one block each: no SEAL, no lock. Their ids, (count, 16)."""
     ids = ids_of(seed, count)
-    for number, (block, payload) in enumerate(zip(ids, payloads(ids, LENGTH), strict=True)):
-        started = f"{1000 * seed + number + 1:x}"
-        stem = root / NAMESPACE / f"host-{number + 1}-{started}-{secrets.token_hex(4)}-000000"
+    for block, payload in zip(ids, payloads(ids, LENGTH), strict=True):
+        stem = str(root / NAMESPACE / f"{new_writer_name()}-000000")
         uid, digest = secrets.token_bytes(16), bytes.fromhex(NAMESPACE)
         record = np.zeros(1, RECORD)
         record["kind"], record["offset"], record["length"] = PUT, SEGMENT_HEADER_BYTES, LENGTH
         record["id"], record["payload_crc"] = np.void(block.tobytes()), crc32c(payload.tobytes())
-        header = encode_header(SEGMENT_MAGIC, uid, digest, 1)
-        stem.with_suffix(".seg").write_bytes(header.ljust(SEGMENT_HEADER_BYTES, b"\0") + payload.tobytes())
+        header = encode_header(SEGMENT_MAGIC, uid, digest, 1).ljust(SEGMENT_HEADER_BYTES, b"\0")
+        Path(stem + ".seg").write_bytes(header + payload.tobytes())
         header = encode_header(JOURNAL_MAGIC, uid, digest, 1)
-        stem.with_suffix(".idx").write_bytes(header + seal_records(record))
+        Path(stem + ".idx").write_bytes(header + seal_records(record))
     return ids
 
 
@@ -126,8 +127,9 @@ def test_a_look_whose_listing_takes_all_the_time(root: Path) -> None:
     assert catalog.index.contains(ids.view(np.uint64)).all()
 
 
-def test_dead_journals_are_sealed(root: Path) -> None:
+def test_dead_journals_are_sealed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I11: the first dump seals the journals of killed writers, so that a miss asks only after live ones."""
+    monkeypatch.setattr("posix_store.capacity.RECLAIM_SECONDS", 60.0)
     ids = killed_writers(root, 200)
     calls = FaultySyscalls()
     with open_store(root, syscalls=calls) as reader, open_store(root) as writer:
@@ -143,6 +145,21 @@ def test_dead_journals_are_sealed(root: Path) -> None:
         assert reader.lookup(UNKNOWN).all(), "the journal of the writer that lives must be followed"
     with open_store(root) as fresh:
         assert (load(fresh, ids, LENGTH) == Reason.OK).all()
+
+
+def test_tidying_up_goes_on_where_it_stopped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I11: where time is short, each reservation seals some of the dead journals, until all are sealed."""
+    monkeypatch.setattr("posix_store.capacity.RECLAIM_SECONDS", 0.0)
+    ids = killed_writers(root, 8)
+    sealed = [0]
+    with open_store(root, segment_bytes=8192) as writer:
+        while sealed[-1] < len(ids) and len(sealed) < 12:
+            dump(writer, ids_of(100 + len(sealed), 2), 4096)  # begins a segment, which takes a reservation
+            ends = [path.read_bytes()[-RECORD.itemsize :] for path in (root / NAMESPACE).glob("*.idx")]
+            kinds = np.frombuffer(b"".join(ends), RECORD)["kind"]
+            sealed.append(int((kinds == SEAL).sum()) - (len(sealed) - 1))  # less the writer's own
+        assert sealed[1] < len(ids) == sealed[-1], sealed
+        assert (load(writer, ids, LENGTH) == Reason.OK).all()
 
 
 @pytest.mark.parametrize(("kind", "suffix"), [("open", ".idx"), ("stat", ".idx"), ("listdir", NAMESPACE)])
@@ -170,31 +187,30 @@ def forgotten_evictions(store: PosixStore) -> int:
     return sum(len(offsets) for offsets in store._catalog._evicted_early.values())
 
 
-def damage_and_evict(root: Path, count: int) -> PosixStore:
-    """A store that has recorded `count` damaged blocks of a writer, whose segment is then deleted."""
+def test_evictions_of_a_segment_that_is_gone_are_forgotten(root: Path) -> None:
+    """I11: neither processes that have seen the segment nor a later one carry its evictions for ever."""
+    ids = ids_of(1, 200)
     with open_store(root) as writer:
-        ids = ids_of(1, count)
         dump(writer, ids, LENGTH)
     (segment,) = (root / NAMESPACE).glob("*.seg")
-    store = open_store(root)
-    dump(store, ids_of(2, 1), LENGTH)  # so that it has a journal to record evictions in
     with segment.open("r+b") as file:
         file.seek(SEGMENT_HEADER_BYTES)
-        file.write(b"\xff" * count * LENGTH)
-    assert (load(store, ids, LENGTH) == Reason.CHECKSUM).all()
-    segment.unlink()
-    segment.with_suffix(".idx").unlink()
-    return store
-
-
-def test_evictions_of_a_segment_that_is_gone_are_forgotten(root: Path) -> None:
-    """I11: neither a process that has seen the segment nor a later one carries its evictions for ever."""
-    with damage_and_evict(root, 200) as store:
-        pass_the_throttle()
-        store.lookup(UNKNOWN)
-        assert forgotten_evictions(store) == 0
+        file.write(b"\xff" * len(ids) * LENGTH)
+    with open_store(root) as first, open_store(root) as second:
+        for number, store in enumerate((first, second)):
+            dump(store, ids_of(2 + number, 1), LENGTH)  # so that it has a journal to record evictions in
+        for store in (first, second):
+            assert (load(store, ids, LENGTH) == Reason.CHECKSUM).all()
+        for gone in (False, True):
+            pass_the_throttle()
+            for store in (first, second):  # the first time, evictions of blocks that are forgotten already
+                store.lookup(UNKNOWN)
+            if not gone:
+                segment.unlink()
+                segment.with_suffix(".idx").unlink()
+        assert [forgotten_evictions(store) for store in (first, second)] == [0, 0]
     with open_store(root) as fresh:
-        assert fresh.stats().blocks == 1
+        assert fresh.stats().blocks == 2
         for _ in range(2):
             pass_the_throttle()
             fresh.lookup(UNKNOWN)

@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 LOCK_TIMEOUT = 1.0
 """Seconds a dump waits for the store lock before its blocks go unstored."""
-LOOK_SECONDS = 0.25
-"""Time that one reservation spends on what dead writers left, and on adding up what is allocated."""
+RECLAIM_SECONDS = 0.25
+"""Time that one reservation spends on what dead writers left; the next goes on."""
+COUNT_SECONDS = 0.25
+"""Time for adding up what is allocated; when it is not enough, the blocks go unstored."""
 
 
 @dataclass
@@ -79,7 +81,7 @@ class SpaceKeeper:
         """Bytes that may still be allocated. Raises `OSError`."""
         disk = self._root.syscalls.statvfs(self._root.path)
         return min(
-            self._root.current_capacity() - self._root.allocated_bytes(LOOK_SECONDS),
+            self._root.current_capacity() - self._root.allocated_bytes(COUNT_SECONDS),
             disk.f_bavail * disk.f_frsize - self.min_free,
         )
 
@@ -111,7 +113,7 @@ class SpaceKeeper:
         with self._root.lock(LOCK_TIMEOUT) as held:
             if not held:
                 raise NoSpace(Reason.TIMEOUT, f"the store lock was held by others for {LOCK_TIMEOUT} s")
-            deadline = time.monotonic() + LOOK_SECONDS
+            deadline = time.monotonic() + RECLAIM_SECONDS
             for _ in self._reclaiming:
                 if time.monotonic() > deadline:
                     break

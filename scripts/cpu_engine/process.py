@@ -30,7 +30,10 @@ class GroupProcess:
     def exited(self) -> bool:
         """True once the leader has ended; other members of the group may still run."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return self._reaped or os.waitid(os.P_PID, self.pid, flags) is not None
+        try:
+            return self._reaped or os.waitid(os.P_PID, self.pid, flags) is not None
+        except ChildProcessError:
+            return True  # another thread is in the middle of `kill_group`
 
     def wait_exit(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the leader to end."""

@@ -246,6 +246,10 @@ class CpuServer:
                 raise self._failure(f"not idle after {timeout:.0f} s: {text.strip()}")
             time.sleep(0.05)
 
+    def update_weights(self, model: Path) -> None:
+        """Replace the running server's weights by those of another model directory of the same kind."""
+        self._call("POST", "/update_weights_from_disk", {"model_path": str(model)})
+
     # ---- storage ------------------------------------------------------------------------------------
 
     def clear_storage(self) -> None:

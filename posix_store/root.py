@@ -61,6 +61,8 @@ class StoreRoot:
             raise StoreError(self._explain(error)) from error
 
     def _open(self, capacity: int | None, create: bool) -> None:
+        if create:
+            self._refuse_inside_another()
         names = self._list_or_create(create)
         settings = self._read_settings(names)
         if settings is None and not create and not self._namespaces_in(names):
@@ -81,6 +83,16 @@ class StoreRoot:
             self.read_only_because = self._why_not_writable()
         if self.capacity <= 0:
             raise StoreError(f"capacity = {self.capacity}: must be more than 0 bytes")
+
+    def _refuse_inside_another(self) -> None:
+        """A new store within another one would be a foreign thing there, and be counted twice."""
+        above = os.path.dirname(self.path)
+        while above != os.path.dirname(above):
+            if self.syscalls.access(os.path.join(above, STORE_FILE), os.F_OK):
+                raise StoreError(
+                    f"path = {self.path}: lies in the store {above}; name a directory outside it"
+                )
+            above = os.path.dirname(above)
 
     def _why_not_writable(self) -> str | None:
         """Why nothing can be stored, None when it can: each dump needs the store lock."""

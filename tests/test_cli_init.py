@@ -11,6 +11,7 @@ from clikit import NAMESPACE, dump, run, tree
 
 from posix_store import PosixStore
 from posix_store.root import StoreRoot
+from ucm_sglang.cli import main
 from ucm_sglang.cli.init import command
 from ucm_sglang.config import StoreConfig, load_config_file
 
@@ -167,3 +168,17 @@ def test_init_says_who_may_not_write(capsys):
         assert status == 2 and not os.path.exists(f"{parent}/mine.json")
     assert f"path = {path}: cannot make files there: Permission denied" in err
     assert "65534:" in err and "owner 0:" in err and "mode 755" in err
+
+
+def test_a_store_inside_a_store_is_refused(tmp_path, capsys):
+    """It would be a foreign thing in the outer store, and count twice against its capacity."""
+    outer = tmp_path / "kv"
+    assert main(["init", str(outer), "--capacity", "1GiB"]) == 0
+    assert main(["init", str(outer / "sub" / "kv"), "--config", str(tmp_path / "c.json")]) == 2
+    assert f"lies in the store {outer}" in capsys.readouterr().err
+    assert not (outer / "sub").exists()
+
+
+def test_a_floor_of_a_few_bytes_is_a_forgotten_percent_sign(tmp_path, capsys):
+    assert main(["init", str(tmp_path / "kv"), "--min-free", "5"]) == 2
+    assert "%" in capsys.readouterr().err

@@ -86,6 +86,8 @@ def _parse_floor(value: Any) -> int | str:
     size = parse_size(value)
     if not 0 <= size <= _MAX_BYTES:
         raise PydanticCustomError("size", "must be 0 or more")
+    if 0 < size < 1 << 20:
+        raise PydanticCustomError("size", "is less than 1 MiB (a share of the file system needs a % sign)")
     return int(size)
 
 

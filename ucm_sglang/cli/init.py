@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         report.append(f"config    {file} (exists, kept as it is)")
         report += _differences(existing, config, wanted, wanted_config)
     else:
+        _require_writable(file)
         _write(file, encode_config(kind, wanted))
         report.append(f"config    {file} (written)")
     print("\n".join(report))
@@ -108,8 +109,20 @@ def _refuse_inside(file: str, path: str) -> None:
     inside = os.path.realpath(path)
     if os.path.commonpath([os.path.realpath(file), inside]) == inside:
         raise ConfigError(
-            f"--config = {file}: lies in the store, which holds nothing but its own files; "
-            f"name a file outside {path}"
+            f"config file {file}: lies in the store, which holds nothing but its own files; "
+            f"name a file outside {path} with --config"
+        )
+
+
+def _require_writable(file: str) -> None:
+    """Raises `ConfigError` where the config file cannot be made."""
+    folder = os.path.dirname(file)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise ConfigError(
+            f"config file {file}: this user may not write in {folder}; name another file with --config (the "
+            "store itself is ready)"
         )
 
 

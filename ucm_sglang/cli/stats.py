@@ -17,6 +17,10 @@ from ucm_sglang.cli.support import PATH_HELP, free_bytes, open_root, output_cons
 if TYPE_CHECKING:
     from ucm_sglang.cli.support import Commands
 
+_IDENTITY = ("namespace", "model", "cache", "page", "rank")
+_NUMBERS = ("blocks", "payload", "segments", "live writers", "damaged")
+_TABLE_WIDTH = 120
+"""Columns of a terminal below which a namespace is shown line by line."""
 _AXES = ("tp", "pp", "cp", "dcp", "dp")
 
 
@@ -78,18 +82,19 @@ def _show(report: Mapping[str, Any]) -> None:
     if not report["namespaces"]:
         console.print("\nNo namespaces yet: no server has stored anything.")
         return
-    table = Table(
-        Column("namespace", no_wrap=True, min_width=12),
-        Column("model", overflow="fold"),
-        Column("cache", overflow="fold"),
-        "page",
-        "rank",
-    )
-    for column in ("blocks", "payload", "segments", "live writers", "damaged"):
-        table.add_column(column, justify="right")
-    for entry in report["namespaces"]:
-        table.add_row(*_row(entry))
+    rows = [_row(entry) for entry in report["namespaces"]]
     console.print()
+    if console.width < _TABLE_WIDTH:
+        for row in rows:
+            for heading, cell in zip((*_IDENTITY, *_NUMBERS), row, strict=True):
+                console.print(f"{heading:<12} {cell}", soft_wrap=True)
+            console.print()
+        return
+    identity = [Column(heading, overflow="fold", no_wrap=heading == "namespace") for heading in _IDENTITY]
+    numbers = [Column(heading, justify="right") for heading in _NUMBERS]
+    table = Table(*identity, *numbers)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
 
 

@@ -36,20 +36,17 @@ class ShardAssembler:
     def assign_copies(self, writer: str, puts: np.ndarray) -> None:
         """Fill in `copy` of a writer's own PUT records before they are appended.
 
-        A shard joins the copy that waits for it; one that is there already begins another.
+        Shards join the copy that waits for them, also in the place of a shard that it has already. A block
+        of which nothing waits, because it is new or was whole before, begins another copy.
         """
-        begun: dict[tuple[str, bytes, int], tuple[int, set[int]]] = {}
+        begun: dict[tuple[str, bytes, int], int] = {}
         for i in np.flatnonzero(puts["last_shard"] > 0).tolist():
-            key, shard = _key(writer, puts[i]), int(puts[i]["shard"])
-            waiting = self._waiting.get(key)
-            copy, present = begun.get(key) or (
-                (waiting.copy, set(waiting.shards)) if waiting else (0, {shard})
-            )
-            if shard in present:
-                copy, present = (waiting.copy + 1) % 256 if waiting else self._copies, set()
-                self._copies = (copy + 1) % 256
-            begun[key] = (copy, present | {shard})
-            puts["copy"][i] = copy
+            key = _key(writer, puts[i])
+            if key not in begun:
+                waiting = self._waiting.get(key)
+                begun[key] = waiting.copy if waiting else self._copies
+                self._copies = (self._copies + (waiting is None)) % 256
+            puts["copy"][i] = begun[key]
 
     def complete(self, writer: str, segment_number: int, puts: np.ndarray) -> Iterator[Entries]:
         """Entries of the blocks that are complete with these PUT records (`RECORD` array)."""

@@ -312,6 +312,26 @@ class StoreContract:
             expected = [payload(i, 70, shard) for i in range(4)]
             assert load_bytes(store, ids, 70, shard) == ([Reason.OK] * 4, expected)
 
+    @pytest.mark.parametrize(
+        "calls", [([1], [0, 1, 2]), ([1], [0], [1], [2]), ([2, 0], [0], [1]), ([0], [0], [2, 1])]
+    )
+    def test_a_shard_that_is_stored_again_before_the_block_is_whole(
+        self, store: Any, calls: tuple[list[int], ...]
+    ) -> None:
+        """I2: what an aborted request left behind neither hides the block nor shows old bytes of a shard."""
+        block = make_id("stored again")
+        last: dict[int, bytes] = {}
+        for number, shards in enumerate(calls):
+            data = {shard: payload(number, 70, shard) for shard in shards}
+            assert dump_bytes(
+                store, [block] * len(shards), list(data.values()), shards=shards, n_shards=3
+            ) == [True] * len(shards)
+            last |= data
+        assert store.lookup([block]).all()
+        status, got = load_bytes(store, [block] * 3, 70, [0, 1, 2])
+        assert status == [Reason.OK] * 3
+        assert got == [last[shard] for shard in range(3)]
+
     def test_shards_of_many_blocks_in_one_call(self, store: Any) -> None:
         """Rows of one batch may be any shards of any blocks, for a dump and for a load."""
         rows = [(name, shard) for name in range(5) for shard in range(4)]

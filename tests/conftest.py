@@ -21,7 +21,7 @@ ENGINES = {
 
 # No deadline: examples do file I/O, and a busy disk is not a failure. print_blob lets a failure be replayed.
 settings.register_profile("ucm", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-# The same examples each time where a failure must mean the change under test; new ones at every run elsewhere.
+# In CI the same examples each time, so that a failure means the change under test; elsewhere new ones.
 settings.register_profile("ci", settings.get_profile("ucm"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "ucm")
 

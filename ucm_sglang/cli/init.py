@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from posix_store.capacity import SpaceKeeper
 from posix_store.root import STORE_FILE, StoreRoot
 from ucm_sglang.cli.support import absolute, free_bytes, size_text
 from ucm_sglang.config import ConfigError, StoreConfig, config_format, encode_config, load_config_file
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     existing = load_config_file(file) if keep else wanted
     config = _of_store(existing, file, path) if keep else wanted_config
     # A config file without a capacity leaves it to the store, so there the argument decides.
-    report = _make_store(path, config.capacity or wanted_config.capacity)
+    report = _make_store(path, config.capacity or wanted_config.capacity, config.min_free_bytes())
     if keep:
         report.append(f"config    {file} (exists, kept as it is)")
         report += _differences(existing, config, wanted, wanted_config)
@@ -137,22 +138,24 @@ def _of_store(values: Mapping[str, Any], file: str, path: str) -> StoreConfig:
     return config
 
 
-def _make_store(path: str, capacity: int | None) -> list[str]:
+def _make_store(path: str, capacity: int | None, min_free: int | None) -> list[str]:
     """Make or adopt the store; what there is to say about it."""
     known = os.path.exists(os.path.join(path, STORE_FILE))
     root = StoreRoot(path, capacity=capacity)
     _probe(root.path)
-    state = f"exists, {len(root.namespaces())} namespaces" if known else "new"
+    found = len(root.namespaces())
+    state = f"exists, {found} namespaces" if known or found else "new"
     free = free_bytes(root.path)
+    floor = SpaceKeeper(root, min_free, chunk=0).min_free
     allocated = root.allocated_bytes()
     lines = [
         f"store     {root.path} ({state})",
         f"capacity  {size_text(root.capacity)}",
         f"allocated {size_text(allocated)}; the file system has {size_text(free)} free",
     ]
-    if root.capacity - allocated > free:
+    if root.capacity - allocated > free - floor:
         lines.append(
-            "note      the file system is full before the store is; it then stops storing at min_free"
+            f"note      the store stops storing before it is full: {size_text(floor)} stay free (min_free)"
         )
     return lines
 

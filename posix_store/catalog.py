@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posix_store.index import Index
+from posix_store.index import Index, Locations
 from posix_store.root import StoreRoot
 from posix_store.segment import (
     EVICT,
@@ -75,9 +75,7 @@ class Catalog:
         self.counters = CatalogCounters()
         self.on_drop: Callable[[int], None] = lambda number: None
         """Called with the number of each segment that is forgotten; must be quick and not call back."""
-        self._root = root
         self._calls = root.syscalls
-        self._namespace = namespace
         self._digest = bytes.fromhex(namespace)
         self._directory = root.namespace_path(namespace)
         self._lock = threading.Lock()
@@ -112,6 +110,14 @@ class Catalog:
         """Register a segment that this process writes: its journal need not be read."""
         with self._lock:
             return self._add(name, uid, own=True)
+
+    def locate(self, ids: np.ndarray, shards: np.ndarray) -> Locations:
+        """Where blocks are, after a look at the directory when the last is too old for the answer."""
+        self.refresh(HIT_MAX_AGE)
+        at = self.index.locate(ids, shards)
+        if not at.present.all() and self.refresh():
+            at = self.index.locate(ids, shards)
+        return at
 
     def assign_copies(self, segment: SegmentInfo, records: np.ndarray) -> None:
         """Fill in `copy` of PUT records that this process is about to append to its segment."""

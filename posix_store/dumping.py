@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from posix_store.capacity import NoSpace
-from posix_store.catalog import HIT_MAX_AGE, Catalog
+from posix_store.catalog import Catalog
 from posix_store.counters import Counters
 from posix_store.engine import Engine, reason_of
 from posix_store.errors import Reason
@@ -79,10 +79,7 @@ class Dumper:
         return status
 
     def _stored(self, ids: np.ndarray, shards: np.ndarray, n_shards: int, length: int) -> np.ndarray:
-        self._catalog.refresh(HIT_MAX_AGE)
-        at = self._catalog.index.locate(ids, shards)
-        if not at.present.all() and self._catalog.refresh():
-            at = self._catalog.index.locate(ids, shards)
+        at = self._catalog.locate(ids, shards)
         return at.present & (at.length == length) & (at.last_shard == n_shards - 1)
 
     def _store(

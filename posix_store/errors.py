@@ -29,8 +29,6 @@ class Reason(IntEnum):
     """The file system returned an error."""
     TIMEOUT = 6
     """The deadline of the batch passed before this block's turn came."""
-    BREAKER = 7
-    """Skipped while the circuit breaker was open."""
     EVICTED = 8
     """The segment was deleted after the block had been found."""
     FULL = 9

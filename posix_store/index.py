@@ -1,7 +1,7 @@
 """The map from (block id, shard) to a location, in numpy columns and an open-addressing table.
 
 A location costs 40 bytes of columns and 8 to 16 of table, whatever the number of blocks, and a batch
-is one vectorised pass: a Python dict would need about 200 bytes and a Python step for each key.
+is one vectorised pass: a dict would need Python objects and a Python step for each key.
 Thread-safe: one lock, held for the pass.
 """
 

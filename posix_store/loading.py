@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from posix_store.catalog import HIT_MAX_AGE, Catalog
+from posix_store.catalog import Catalog
 from posix_store.counters import Counters
 from posix_store.engine import Engine
 from posix_store.errors import Reason
@@ -47,7 +47,7 @@ class Loader:
     ) -> np.ndarray:
         """Load n blocks; uint8 (n,) of `Reason`. Arguments as in `PosixStore.load_data`, normalised."""
         status = np.full(len(ids), Reason.ABSENT, np.uint8)
-        at = self._locate(ids, shards)
+        at = self._catalog.locate(ids, shards)
         length = int(sizes.sum())
         status[at.present] = Reason.LENGTH
         wanted = np.flatnonzero(at.present & (at.length == length))
@@ -59,7 +59,7 @@ class Loader:
 
     def prefetch(self, ids: np.ndarray) -> None:
         """Start read-ahead of whole blocks."""
-        at = self._locate(ids, np.zeros(len(ids), np.uint16))
+        at = self._catalog.locate(ids, np.zeros(len(ids), np.uint16))
         at = at.take(at.present)
         with self._files.opened(np.unique(at.segment)) as (fds, _):
             for number, fd in fds.items():
@@ -67,13 +67,6 @@ class Loader:
                 start = int(at.offset[of].min())
                 end = int((at.offset + at.length)[of].max())
                 self._files.read_ahead(fd, start, end - start)
-
-    def _locate(self, ids: np.ndarray, shards: np.ndarray) -> Locations:
-        self._catalog.refresh(HIT_MAX_AGE)
-        at = self._catalog.index.locate(ids, shards)
-        if not at.present.all() and self._catalog.refresh():
-            at = self._catalog.index.locate(ids, shards)
-        return at
 
     def _read(
         self, at: Locations, addresses: np.ndarray, sizes: np.ndarray, deadline: float

@@ -1,6 +1,6 @@
 """What dead writers left behind that nobody can ever use: given back before space is counted.
 
-Runs under the store lock, once in each process that writes, before its first reservation.
+Runs under the store lock, once in each process that writes, spread over its first reservations.
 """
 
 from __future__ import annotations

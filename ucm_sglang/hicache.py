@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
-from posix_store import PosixStore, StoreError
+from posix_store import PosixStore
 from posix_store.root import StoreRoot
 from ucm_sglang.config import ConfigError, StoreConfig
 from ucm_sglang.identity import BlockIds
@@ -74,8 +74,8 @@ class UcmHiCacheStorage(HiCacheStorage):
         kwargs: what SGLang's backend factory passes along; not used.
 
     Raises:
-        ConfigError, StoreError: the configuration cannot work; each names the key, the value and the fix.
-            Also from `register_mem_pool_host`, which is when the host pool is known.
+        ConfigError, posix_store.StoreError: the configuration cannot work; names the key, the value and
+            the fix. Also from `register_mem_pool_host`, which is when the host pool is known.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -350,6 +350,3 @@ def _refuse_unsupported(storage_config: Any) -> None:
             f"tp_lcm_size = {storage_config.tp_lcm_size}: sharing pages between tensor-parallel sizes is not "
             "supported by this version; remove the key"
         )
-
-
-__all__ = ["StoreError", "UcmHiCacheStorage"]

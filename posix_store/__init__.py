@@ -6,9 +6,21 @@
 """
 
 from posix_store.errors import Reason, StoreError
+from posix_store.opening import open_store
 from posix_store.reports import StoreStats, VerifyReport
 from posix_store.store import PosixStore
+from posix_store.striped import StripedStore
 from posix_store.syscalls import Syscalls
 from posix_store.task import Task
 
-__all__ = ["PosixStore", "Reason", "StoreError", "StoreStats", "Syscalls", "Task", "VerifyReport"]
+__all__ = [
+    "PosixStore",
+    "Reason",
+    "StoreError",
+    "StoreStats",
+    "StripedStore",
+    "Syscalls",
+    "Task",
+    "VerifyReport",
+    "open_store",
+]

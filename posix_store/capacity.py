@@ -28,8 +28,14 @@ LOCK_TIMEOUT = 1.0
 """Seconds a dump waits for the store lock before its blocks go unstored."""
 RECLAIM_SECONDS = 0.25
 """Time that one reservation spends on what dead writers left; the next goes on."""
-COUNT_SECONDS = 0.25
+COUNT_SECONDS = 0.5
 """Time for adding up what is allocated; when it is not enough, the blocks go unstored."""
+MAX_KEPT_BACK = 1 << 20
+"""Bytes, at most, that dumps leave for the records of evictions, without which no space can be made."""
+SPARE_SHARE = 2
+"""A writer reserves ahead at most one part in so many of what is left, so that others find some too."""
+LEAST_KEPT_BACK = 24 << 10
+"""A new segment, and a few pages of its journal; less only in a store that has hardly room for blocks."""
 
 
 @dataclass
@@ -44,11 +50,13 @@ class GrownFile:
 class NoSpace(Exception):
     """The blocks of a dump cannot be stored; `reason` says which limit stands in the way."""
 
-    def __init__(self, reason: Reason, message: str, missing: int | None = None) -> None:
+    def __init__(self, reason: Reason, message: str, missing: int = 0, divisible: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
         self.missing = missing
-        """Bytes by which the dump is too large; None when a smaller one would not help."""
+        """Bytes that would have to be free in addition; 0 when it is not space that is missing."""
+        self.divisible = divisible
+        """Would a smaller dump help?"""
 
 
 class SpaceKeeper:
@@ -63,11 +71,17 @@ class SpaceKeeper:
     def __init__(self, root: StoreRoot, min_free: int | None, chunk: int) -> None:
         self._root = root
         self._min_free = min_free
-        self._chunk = chunk
+        self.chunk = chunk
         self.preallocates = True
         """False once the file system has refused: reservations then hold the store lock while they last."""
+        self.punches = True
+        """False once the file system has refused to free a part of a file."""
         self._said_full = False
         self._reclaiming = reclaim(root)
+
+    @property
+    def root_path(self) -> str:
+        return self._root.path
 
     @property
     def min_free(self) -> int:
@@ -77,17 +91,31 @@ class SpaceKeeper:
         disk = self._root.syscalls.statvfs(self._root.path)
         return int(disk.f_blocks * disk.f_frsize * DEFAULT_MIN_FREE_SHARE)
 
-    def available(self) -> int:
-        """Bytes that may still be allocated. Raises `OSError`."""
+    def available(self, urgent: bool = True, exact: bool = True) -> int:
+        """Bytes that may still be allocated; without `urgent`, less what is kept back for evictions.
+
+        Without `exact` it may be more: see `StoreRoot.allocated_bytes`. Raises `OSError`.
+        """
         disk = self._root.syscalls.statvfs(self._root.path)
-        return min(
-            self._root.current_capacity() - self._root.allocated_bytes(COUNT_SECONDS),
+        allocated = self._root.allocated_bytes(COUNT_SECONDS, exact)
+        room = min(
+            self._root.current_capacity() - allocated,
             disk.f_bavail * disk.f_frsize - self.min_free,
         )
+        size = allocated + max(0, room)
+        kept_back = min(MAX_KEPT_BACK, max(size // 64, min(LEAST_KEPT_BACK, size // 4)))
+        return room if urgent else room - kept_back // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+
+    @property
+    def kept_back(self) -> int:
+        """Bytes that only the records of evictions may use. Raises `OSError`."""
+        return self.available() - self.available(urgent=False)
 
     @contextlib.contextmanager
-    def reserve(self, ends: list[tuple[GrownFile, int]]) -> Iterator[None]:
+    def reserve(self, ends: list[tuple[GrownFile, int]], urgent: bool = False) -> Iterator[None]:
         """Make room for files to grow to the given ends, for the body of the `with`.
+
+        With `urgent` it may use what is kept back.
 
         Raises:
             NoSpace: the blocks must go unstored.
@@ -98,7 +126,7 @@ class SpaceKeeper:
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.locked())
-            self.admit(ends)
+            self.admit(ends, urgent)
             if self.preallocates:
                 stack.close()
                 yield
@@ -119,25 +147,33 @@ class SpaceKeeper:
                     break
             yield
 
-    def require(self, needed: int, divisible: bool = True) -> int:
+    def require(self, needed: int, divisible: bool = True, urgent: bool = False) -> int:
         """Bytes that may be allocated now; raises `NoSpace` when there are fewer than `needed`.
 
-        With `divisible`, the exception says by how much a batch would have to be smaller.
+        With `urgent` they include what is kept back. `divisible`: would a smaller batch help?
         """
-        available = self.available()
+        available = self.available(urgent, exact=False)
+        if needed > available and self._root.remembers_sizes:
+            available = self.available(urgent)
+        if urgent and available < 0 and needed <= LEAST_KEPT_BACK:
+            # The capacity was lowered, or others have filled the disk: without this it could not be kept.
+            return needed
         if needed > available:
-            self._say_full(needed, available)
             raise NoSpace(
                 Reason.FULL,
-                f"{needed} bytes needed, {available} available",
-                needed - available if divisible else None,
+                f"{needed} bytes needed, {max(0, available)} may be allocated (capacity "
+                f"{self._root.capacity}, floor of free space {self.min_free})",
+                needed - available,
+                divisible,
             )
         return available
 
-    def admit(self, ends: list[tuple[GrownFile, int]]) -> None:
+    def admit(self, ends: list[tuple[GrownFile, int]], urgent: bool = False) -> None:
         """Make room for files to grow to the given ends. The caller holds the store lock."""
         needed = sum(max(0, align(end) - file.allocated) for file, end in ends)
-        spare = min(self._chunk, (self.require(needed) - needed) // 8)
+        available = self.require(needed, urgent=urgent)
+        most = min(self.chunk, self._root.capacity // 32)
+        spare = 0 if urgent else min(most, (available - needed) // SPARE_SHARE)
         for file, end in ends:
             # The journal grows by a record where the segment grows by a block: a small share is plenty.
             share = spare if file.path.endswith(".seg") else spare // 64
@@ -150,34 +186,57 @@ class SpaceKeeper:
                 self._root.syscalls.fallocate(file.fd, FALLOC_KEEP_SIZE, file.allocated, end - file.allocated)
             except OSError as error:
                 if error.errno in _UNSUPPORTED:
-                    logger.warning(
-                        "posix_store %s: no preallocation on this file system (%s)", self._root.path, error
-                    )
-                    self.preallocates = False
+                    self._cannot_preallocate(error)
                     return
                 if error.errno != errno.ENOSPC or end == needed:
                     raise
             else:
+                # Asked of a new file only: of others a part may have been punched out.
+                fresh = file.allocated == 0
+                if fresh and self._root.syscalls.fstat(file.fd).st_blocks * 512 < end:
+                    # (GlusterFS.) Others would not see what was promised here, and promise it again.
+                    self._cannot_preallocate("what is preallocated is not counted")
+                    # Nobody would see it, and nobody give it back.
+                    self._root.syscalls.ftruncate(file.fd, self._root.syscalls.fstat(file.fd).st_size)
+                    return
                 file.allocated = end
                 return
 
-    def _say_full(self, needed: int, available: int) -> None:
+    def _cannot_preallocate(self, why: object) -> None:
+        self.preallocates = False
+        logger.warning(
+            "posix_store %s: no preallocation on this file system (%s): one process at a time writes",
+            self._root.path, why,
+        )  # fmt: skip
+
+    def say_full(self, why: NoSpace) -> None:
+        """Say once that nothing can be evicted any more to make room, and what to do."""
         if self._said_full:
             return
         self._said_full = True
         logger.warning(
-            "posix_store %s is full: a dump needs %d bytes, %d may be allocated (capacity %d, floor of free "
-            "space %d). Pages go unstored until space is made: raise `capacity`, lower `min_free`, or clear "
-            "old namespaces.",
-            self._root.path, needed, max(0, available), self._root.capacity, self.min_free,
+            "posix_store %s is full and nothing can be evicted: %s. Pages go unstored until space is made: "
+            "raise `capacity`, lower `min_free`, unpin, or clear old namespaces.",
+            self._root.path, why,
         )  # fmt: skip
 
-    def punch(self, fd: int, start: int, end: int) -> None:
-        """Give the whole 4 KiB blocks in [start, end) back to the file system; the file keeps its size."""
+    def punch(self, fd: int, start: int, end: int) -> bool:
+        """Give the whole 4 KiB blocks in [start, end) back to the file system; the file keeps its size.
+
+        False when that did not work.
+        """
         start, end = align(start), end // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
         if end <= start:
-            return
+            return True
         try:
             self._root.syscalls.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, start, end - start)
         except OSError as error:
-            logger.debug("posix_store %s: cannot punch: %s", self._root.path, error)
+            if error.errno in _UNSUPPORTED and self.punches:
+                self.punches = False
+                logger.warning(
+                    "posix_store %s: parts of files cannot be freed on this file system (%s): whole segments "
+                    "are evicted instead of blocks",
+                    self._root.path, error,
+                )  # fmt: skip
+            return False
+        return True

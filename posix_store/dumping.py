@@ -8,19 +8,26 @@ import time
 
 import numpy as np
 
-from posix_store.capacity import NoSpace
+from posix_store.admission import Admission
+from posix_store.breaker import Breaker
+from posix_store.capacity import NoSpace, SpaceKeeper
 from posix_store.catalog import Catalog
 from posix_store.counters import Counters
 from posix_store.engine import Engine, reason_of
 from posix_store.errors import Reason
+from posix_store.evictor import Evictor
 from posix_store.loading import MIN_REQUEST_BYTES
-from posix_store.segment import EXTENT_ALIGNMENT, PUT, RECORD, RECORD_BYTES
+from posix_store.recency import Recency
+from posix_store.segment import EXTENT_ALIGNMENT, PUT, RECORD, RECORD_BYTES, SECOND_PARTS, as_halves, as_void
 from posix_store.transfer import Transfer, plan
 from posix_store.writer import Extent, SegmentWriter
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_SECONDS = 60.0
+MOST_WAIT = 0.5
+"""Seconds that a dump waits for room, each time; then its blocks go unstored."""
+MOST_TRIES = 4
 
 
 class Dumper:
@@ -34,6 +41,11 @@ class Dumper:
         self,
         catalog: Catalog,
         writer: SegmentWriter,
+        space: SpaceKeeper,
+        evictor: Evictor,
+        recency: Recency,
+        admission: Admission,
+        breaker: Breaker,
         engine: Engine,
         counters: Counters,
         io_threads: int,
@@ -41,10 +53,16 @@ class Dumper:
     ) -> None:
         self._catalog = catalog
         self._writer = writer
+        self._space = space
+        self._evictor = evictor
+        self._recency = recency
+        self._admission = admission
+        self._breaker = breaker
         self._engine = engine
         self._counters = counters
         self._io_threads = io_threads
         self._read_only = read_only_because is not None
+        self._root_path = space.root_path
         self._lock = threading.Lock()
         self._logged_at = float("-inf")
 
@@ -64,18 +82,22 @@ class Dumper:
         missing = ~self._stored(ids, shards, n_shards, length)
         first, which = _distinct(ids, shards)
         new = first[missing[first]]
+        self._recency.used(ids[first[~missing[first] & (shards[first] == 0)]])
+        written = 0
         if new.size:
-            records = np.zeros(new.size, RECORD)
-            records["kind"] = PUT
-            records["id"] = np.ascontiguousarray(ids[new]).view("V16").reshape(-1)
-            records["parent"] = np.ascontiguousarray(parents[new]).view("V16").reshape(-1)
-            records["length"] = length
-            records["shard"] = shards[new]
-            records["last_shard"] = n_shards - 1
-            records["time"] = int(time.time())
-            status[new] = self._store(records, addresses[new], sizes, deadline)
+            chosen = new
+            if n_shards == 1:
+                admitted = self._admission.admit(ids[new], parents[new])
+                status[new[~admitted]] = Reason.NOT_ADMITTED
+                chosen = new[admitted]
+            if chosen.size:
+                # What they hang on must not leave as if nothing followed it.
+                self._recency.parents_used(parents[chosen])
+                now = self._catalog.clock.now()
+                records = _records(ids[chosen], parents[chosen], shards[chosen], n_shards, length, now)
+                status[chosen], written = self._store(records, addresses[chosen], sizes, deadline)
             status = np.where(missing, status[first][which], status)
-        self._counters.dumped(status, int((status[new] == Reason.OK).sum()), length)
+        self._counters.dumped(status, written, length)
         return status
 
     def _stored(self, ids: np.ndarray, shards: np.ndarray, n_shards: int, length: int) -> np.ndarray:
@@ -84,48 +106,92 @@ class Dumper:
 
     def _store(
         self, records: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float
-    ) -> np.ndarray:
-        """Write blocks and publish their records; as many of the first ones as there is space for."""
+    ) -> tuple[np.ndarray, int]:
+        """Write blocks and publish their records; as many of the first ones as there is space for.
+
+        uint8 (n,) of `Reason`, and how many blocks were written.
+        """
         if self._read_only:
-            return np.full(len(records), Reason.READ_ONLY, np.uint8)
+            return np.full(len(records), Reason.READ_ONLY, np.uint8), 0
+        length = int(sizes.sum())
+        with self._breaker.operation(len(records) * length, deadline) as operation:
+            if not operation.allowed:
+                return np.full(len(records), Reason.BREAKER, np.uint8), 0
+            status, written, late = self._store_what_fits(records, addresses, sizes, deadline)
+            errors = (status == Reason.IO_ERROR).sum()
+            operation.ended(written * length, errors=int(errors), late=late)
+        return status, written
+
+    def _store_what_fits(
+        self, records: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float
+    ) -> tuple[np.ndarray, int, int]:
+        """The same, and how many blocks were late in being written.
+
+        Those that waited for a lock are not among these: its holder may be stopped, and the disk be well.
+        """
         status = np.zeros(len(records), np.uint8)
-        count, length = len(records), int(sizes.sum())
+        count, length, tries = len(records), int(sizes.sum()), 0
         while count > 0:
             if time.monotonic() > deadline:
                 status[:count] = Reason.TIMEOUT
                 break
             try:
-                status[:count] = self._write(records[:count], addresses[:count], sizes, deadline)
-                break
+                status[:count], written = self._write(records[:count], addresses[:count], sizes, deadline)
+                return status, written, int((status[:count] == Reason.TIMEOUT).sum())
             except NoSpace as full:
                 status[:count] = full.reason
-                if full.missing is None:
+                tries += 1
+                patience = min(deadline, time.monotonic() + MOST_WAIT)
+                if full.missing and tries <= MOST_TRIES:
+                    if self._evictor.make_room(full.missing, patience):
+                        continue
+                    self._space.say_full(full)
+                    tries = MOST_TRIES
+                if not full.divisible:
                     self._say("%d blocks go unstored: %s", count, full)
                     break
                 count -= -(-max(full.missing, EXTENT_ALIGNMENT) // (length + RECORD_BYTES))
             except OSError as error:
                 status[:count] = self._failed(error, count)
                 break
-        return status
+        return status, 0, 0
 
     def _write(
         self, records: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, int]:
         length = int(sizes.sum())
         try:
-            with self._writer.extent(length * len(records), len(records)) as extent:
+            with self._writer.extent(length * len(records), len(records), deadline) as extent:
                 transfer = self._planned(extent, addresses, sizes)
                 self._engine.write(transfer, deadline)
-                written = transfer.status == Reason.OK
-                if not written.any():
+                good = transfer.status == Reason.OK
+                if not good.any():
                     raise _NothingWritten
                 records["offset"] = extent.offset + np.arange(len(records)) * length
                 records["payload_crc"] = transfer.crc
-                if not self._writer.publish(extent.segment, records[written]):
-                    transfer.status[written] = Reason.EVICTED
+                new = good & ~self._stored_meanwhile(records, length)
+                if not new.any():
+                    raise _NothingNew
+                if not self._writer.publish(extent.segment, records[new], deadline):
+                    transfer.status[new] = Reason.EVICTED
         except _NothingWritten:
-            self._say("%d blocks go unstored: %s", len(records), Reason(int(transfer.status[0])).name.lower())
-        return transfer.status
+            why = Reason(int(transfer.status[0])).name.lower()
+            self._say("%d blocks go unstored: %s", len(records), _in_words(why, transfer.error))
+        except _NothingNew:
+            return transfer.status, 0
+        return transfer.status, int((new & (transfer.status == Reason.OK)).sum()) if good.any() else 0
+
+    def _stored_meanwhile(self, records: np.ndarray, length: int) -> np.ndarray:
+        """bool (n,): which blocks others have stored while this process wrote them: one copy is enough.
+
+        What was written of them is space without a record, which eviction gives back with its segment.
+        """
+        if len(records) == 0 or (records["last_shard"] > 0).any():
+            return np.zeros(len(records), bool)
+        self._catalog.follow()
+        ids = as_halves(records["id"])
+        at = self._catalog.index.locate(ids, records["shard"].astype(np.uint16))
+        return at.present & (at.length == length) & (at.last_shard == 0)
 
     def _planned(self, extent: Extent, addresses: np.ndarray, sizes: np.ndarray) -> Transfer:
         count, length = len(addresses), int(sizes.sum())
@@ -150,11 +216,35 @@ class Dumper:
             if now - self._logged_at < _LOG_EVERY_SECONDS:
                 return
             self._logged_at = now
-        logger.warning(message, *arguments)
+        logger.warning("posix_store %s: " + message, self._root_path, *arguments)
+
+
+def _in_words(reason: str, error: OSError | None) -> str:
+    return f"{reason} ({error}); `ucm-sglang doctor` tests the disk" if error else reason
 
 
 class _NothingWritten(Exception):
     """No block of a batch could be written: its extent must be given back."""
+
+
+class _NothingNew(Exception):
+    """Others have stored all blocks of a batch in the meantime: its extent must be given back."""
+
+
+def _records(
+    ids: np.ndarray, parents: np.ndarray, shards: np.ndarray, n_shards: int, length: int, now: float
+) -> np.ndarray:
+    records = np.zeros(len(ids), RECORD)
+    records["kind"] = PUT
+    records["id"] = as_void(ids)
+    records["parent"] = as_void(parents)
+    records["length"] = length
+    records["shard"] = shards
+    records["last_shard"] = n_shards - 1
+    records["time"] = int(now)
+    if n_shards == 1:
+        records["copy"] = int(now % 1 * SECOND_PARTS)
+    return records
 
 
 def _distinct(ids: np.ndarray, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

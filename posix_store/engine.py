@@ -135,6 +135,7 @@ def _move(
         try:
             moved = call(fd, part.ctypes.data, len(part), offset + done)
         except OSError as error:
+            transfer.error = transfer.error or error
             transfer.status[first + block] = reason_of(error)
             done = int(block_ends[block])
             continue

@@ -29,9 +29,15 @@ class Reason(IntEnum):
     """The file system returned an error."""
     TIMEOUT = 6
     """The deadline of the batch passed before this block's turn came."""
+    BREAKER = 7
+    """The disk was slow or failed too often a moment ago; it is left alone for a while."""
     EVICTED = 8
-    """The segment was deleted after the block had been found."""
+    """The block was evicted, or its segment deleted, after the block had been found."""
     FULL = 9
     """Not stored: capacity or the free-space floor would be broken."""
     READ_ONLY = 10
     """Not stored: the store was opened read-only, or the file system turned read-only."""
+    QUEUE = 11
+    """Not stored: too many bytes are waiting to be written."""
+    NOT_ADMITTED = 12
+    """Not stored: the admission rule wants to see the block once more."""

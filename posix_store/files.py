@@ -75,17 +75,27 @@ class SegmentFiles:
 
     def _acquire(self, number: int) -> int:
         with self._lock:
-            if number not in self._open:
-                self._open[number] = self._open_checked(number)
-            self._open.move_to_end(number)
-            self._users[number] = self._users.get(number, 0) + 1
-            return self._open[number]
+            if number in self._open:
+                return self._use(number)
+        # Without the lock: on a sick disk this may hang, and others want files that are open.
+        fd = self._open_checked(number)
+        with self._lock:
+            if number in self._open:
+                close_quietly(self._calls, fd)
+            else:
+                self._open[number] = fd
+            return self._use(number)
+
+    def _use(self, number: int) -> int:
+        self._open.move_to_end(number)
+        self._users[number] = self._users.get(number, 0) + 1
+        return self._open[number]
 
     def _open_checked(self, number: int) -> int:
         segment = self._catalog.segment(number)
         fd = self._calls.open(self._catalog.path(segment), os.O_RDONLY)
         try:
-            uid = decode_header(read_at(self._calls, fd, RECORD_BYTES, 0), SEGMENT_MAGIC, self._digest)
+            uid, _ = decode_header(read_at(self._calls, fd, RECORD_BYTES, 0), SEGMENT_MAGIC, self._digest)
             if uid != segment.uid:
                 raise FormatError(f"segment is {uid.hex()}, its journal says {segment.uid.hex()}")
         except BaseException:

@@ -1,6 +1,6 @@
 """The map from (block id, shard) to a location, in numpy columns and an open-addressing table.
 
-A location costs 40 bytes of columns and 8 to 16 of table, whatever the number of blocks, and a batch
+A location costs 72 bytes of columns and 8 to 16 of table, whatever the number of blocks, and a batch
 is one vectorised pass: a dict would need Python objects and a Python step for each key.
 Thread-safe: one lock, held for the pass.
 """
@@ -11,6 +11,8 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
+
+from posix_store.policies import Residents
 
 _EMPTY, _TOMBSTONE = -1, -2
 _MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
@@ -47,35 +49,77 @@ class Locations:
 
 @dataclass(frozen=True)
 class Entries:
-    """Keys and locations to record: `ids` uint64 (n, 2) and `shard` uint16 (n,)."""
+    """Keys, locations, and what eviction wants to know."""
 
     ids: np.ndarray
+    """uint64 (n, 2)."""
     shard: np.ndarray
+    """uint16 (n,)."""
     at: Locations
+    parents: np.ndarray
+    """uint64 (n, 2): the block before each in its chain, zeros where unknown."""
+    stored: np.ndarray
+    """float64 (n,): Unix seconds."""
+    used: np.ndarray
+    """float64 (n,): when it was last stored or loaded, Unix seconds."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def take(self, which: np.ndarray) -> Entries:
-        return Entries(self.ids[which], self.shard[which], self.at.take(which))
+        return Entries(
+            self.ids[which],
+            self.shard[which],
+            self.at.take(which),
+            self.parents[which],
+            self.stored[which],
+            self.used[which],
+        )
+
+    def followed_by(self, others: Entries) -> Entries:
+        """These and others."""
+        if not len(others):
+            return self
+        joined = [
+            np.concatenate([getattr(self, name), getattr(others, name)])
+            for name in ("ids", "shard", "parents", "stored", "used")
+        ]
+        at = Locations(
+            *(np.concatenate([getattr(each.at, name) for each in (self, others)]) for name in _WHERE)
+        )
+        return Entries(joined[0], joined[1], at, *joined[2:])
+
+
+_WHERE = ("segment", "offset", "length", "crc", "last_shard")
 
 
 class Index:
-    """id and shard -> location. The last `put` of a key wins."""
+    """id and shard -> location. The last `put` of a key wins.
 
-    _COLUMNS = ("_ids", "_offset", "_length", "_crc", "_segment", "_shard", "_last_shard")
+    Attributes:
+        expired_before: blocks stored before this (Unix seconds) are not found, though they are still there.
+    """
+
+    _COLUMNS = (
+        "_ids", "_parent", "_offset", "_length", "_crc", "_segment", "_shard", "_last_shard",
+        "_stored", "_used",
+    )  # fmt: skip
 
     def __init__(self) -> None:
+        self.expired_before = float("-inf")
         self._lock = threading.Lock()
         rows = 1024
         self._ids = np.empty((rows, 2), np.uint64)
+        self._parent = np.empty((rows, 2), np.uint64)
+        self._stored = np.empty(rows, np.float64)
+        self._used = np.empty(rows, np.float64)
         self._offset = np.empty(rows, np.int64)
         self._length = np.empty(rows, np.uint32)
         self._crc = np.empty(rows, np.uint32)
         self._segment = np.full(rows, -1, np.int32)
         self._shard = np.empty(rows, np.uint16)
         self._last_shard = np.empty(rows, np.uint16)
-        self._used = 0
+        self._rows = 0
         self._free: list[int] = []
         self._slots = np.full(4096, _EMPTY, np.int32)
         self._filled = 0
@@ -92,6 +136,13 @@ class Index:
         return self._bytes
 
     @property
+    def last_use(self) -> float:
+        """When any block was last stored or loaded, Unix seconds; -inf when there is none."""
+        with self._lock:
+            there = self._segment[: self._rows] >= 0
+            return float(self._used[: self._rows][there].max(initial=float("-inf")))
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of memory that the columns and the table take."""
         return int(self._slots.nbytes + sum(getattr(self, name).nbytes for name in self._COLUMNS))
@@ -99,25 +150,32 @@ class Index:
     def contains(self, ids: np.ndarray) -> np.ndarray:
         """bool (n,): is the block of each id (uint64 (n, 2)) recorded? Blocks appear only when complete."""
         with self._lock:
-            return self._find(ids, np.zeros(len(ids), np.uint16)) >= 0
+            return self._find_fresh(ids, np.zeros(len(ids), np.uint16)) >= 0
 
     def locate(self, ids: np.ndarray, shards: np.ndarray) -> Locations:
         """Locations of (id, shard) pairs, copied, so that they stay what they are."""
         with self._lock:
-            return self._locations(self._find(ids, shards))
+            return self._locations(self._find_fresh(ids, shards))
 
-    def put(self, entries: Entries) -> None:
-        """Record entries; all shards of a block must come in one call."""
-        entries = _last_of_each_key(entries)
+    def put(self, entries: Entries) -> Entries:
+        """Record entries; all shards of a block must come in one call.
+
+        Returns the copies that have lost their place by that: nobody will find them here any more.
+        """
+        entries, repeated = _last_of_each_key(entries)
         with self._lock:
             rows = self._find(entries.ids, entries.shard)
             known = rows >= 0
+            moved = self._segment[rows] != entries.at.segment
+            moved |= self._offset[rows] != entries.at.offset
+            displaced = self._entries(rows[known & moved])
             self._bytes -= int(self._length[rows[known]].sum())
             fresh = np.flatnonzero(~known)
             if fresh.size:
                 rows[fresh] = self._allocate(fresh.size)
                 self._ids[rows[fresh]] = entries.ids[fresh]
                 self._shard[rows[fresh]] = entries.shard[fresh]
+                self._used[rows[fresh]] = float("-inf")
                 self._insert(rows[fresh])
                 self._blocks += int((entries.shard[fresh] == 0).sum())
             self._last_shard[rows] = entries.at.last_shard
@@ -125,7 +183,11 @@ class Index:
             self._offset[rows] = entries.at.offset
             self._length[rows] = entries.at.length
             self._crc[rows] = entries.at.crc
+            self._parent[rows] = entries.parents
+            self._stored[rows] = entries.stored
+            self._used[rows] = np.maximum(self._used[rows], entries.used)
             self._bytes += int(entries.at.length.sum())
+        return displaced.followed_by(repeated)
 
     def drop(self, ids: np.ndarray, shards: np.ndarray, at: Locations) -> int:
         """Forget the blocks of entries that are still where `at` says; the number of blocks forgotten."""
@@ -135,28 +197,123 @@ class Index:
             same &= (self._segment[rows] == at.segment) & (self._offset[rows] == at.offset)
             return self._remove(rows[same])
 
-    def drop_at(self, segment: int, offsets: np.ndarray) -> np.ndarray:
-        """Forget the blocks stored at these offsets of a segment; bool: which offsets were known."""
+    def drop_at(self, segment: int, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Forget the blocks stored at these offsets of a segment; bool (n,): which of them were known.
+
+        Args:
+            ids: uint64 (n, 2), what journals call the blocks there.
+        """
         with self._lock:
-            rows = np.flatnonzero(self._segment[: self._used] == segment)
-            hit = np.isin(self._offset[rows], offsets)
-            known = np.isin(offsets, self._offset[rows[hit]])
-            self._remove(rows[hit])
+            rows = self._find(ids, np.zeros(len(ids), np.uint16))
+            known = (rows >= 0) & (self._segment[rows] == segment) & (self._offset[rows] == offsets)
+            gone = rows[known]
+            if not known.all():  # further shards, and ids that a damaged record gives wrongly
+                there = np.flatnonzero(self._segment[: self._rows] == segment)
+                there = there[np.isin(self._offset[there], offsets[~known])]
+                known |= np.isin(offsets, self._offset[there])
+                gone = np.concatenate([gone, there])
+            self._remove(gone)
             return known
 
     def drop_segment(self, segment: int) -> int:
         """Forget everything in a segment; the number of blocks forgotten."""
         with self._lock:
-            return self._remove(np.flatnonzero(self._segment[: self._used] == segment))
+            return self._remove(np.flatnonzero(self._segment[: self._rows] == segment))
+
+    def touch(self, ids: np.ndarray, used: float | np.ndarray) -> np.ndarray:
+        """Note when blocks (all their shards count as one) were used; uint64 (n, 2): their parents.
+
+        Args:
+            ids: uint64 (n, 2), distinct. Those that are not known are left out, with zeros for a parent.
+            used: Unix seconds, one for all or float64 (n,). An earlier use than the last is no news.
+        """
+        with self._lock:
+            rows = self._find(ids, np.zeros(len(ids), np.uint16))
+            known = rows >= 0
+            there = rows[known]
+            when = np.broadcast_to(np.asarray(used, np.float64), (len(ids),))[known]
+            self._used[there] = np.maximum(self._used[there], when)
+            return np.where(known[:, None], self._parent[rows], np.uint64(0))
+
+    def used_since(self, ids: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """bool (n,): which blocks were used after these times (Unix seconds). Not those that are gone."""
+        with self._lock:
+            rows = self._find(ids, np.zeros(len(ids), np.uint16))
+            return (rows >= 0) & (self._used[rows] > used)
+
+    def residents(self) -> tuple[Residents, np.ndarray]:
+        """A copy of every block, and int32 (n,): the segment of its first shard."""
+        with self._lock:
+            rows = np.flatnonzero((self._segment[: self._rows] >= 0) & (self._shard[: self._rows] == 0))
+            return Residents(
+                self._ids[rows],
+                self._parent[rows],
+                self._stored[rows],
+                self._used[rows],
+                self._block_lengths(rows),
+            ), self._segment[rows]
+
+    def entries_of(self, ids: np.ndarray) -> Entries:
+        """Copies of the entries of blocks (uint64 (n, 2)), with all shards; unknown ones are left out."""
+        with self._lock:
+            rows = self._find(ids, np.zeros(len(ids), np.uint16))
+            return self._entries(np.unique(self._with_siblings(rows[rows >= 0])))
+
+    def ranges_in(self, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Segment number, offset and length (int64 (n,)) of every entry in some segments, in that order."""
+        with self._lock:
+            rows = np.flatnonzero(np.isin(self._segment[: self._rows], segments))
+            rows = rows[np.lexsort((self._offset[rows], self._segment[rows]))]
+            return (
+                self._segment[rows].astype(np.int64),
+                self._offset[rows],
+                self._length[rows].astype(np.int64),
+            )
+
+    def count_by_segment(self, segments: int) -> tuple[np.ndarray, np.ndarray]:
+        """Entries, and bytes of payload, in each of the first `segments` segments: int64 (segments,)."""
+        with self._lock:
+            rows = np.flatnonzero(self._segment[: self._rows] >= 0)
+            numbers = self._segment[rows]
+            count = np.bincount(numbers, minlength=segments)
+            held = np.bincount(numbers, weights=self._length[rows], minlength=segments)
+            return count[:segments], held[:segments].astype(np.int64)
 
     def entries(self) -> Entries:
         """A copy of every entry, in the order of segment and offset."""
         with self._lock:
-            rows = np.flatnonzero(self._segment[: self._used] >= 0)
-            rows = rows[np.lexsort((self._offset[rows], self._segment[rows]))]
-            return Entries(self._ids[rows], self._shard[rows], self._locations(rows))
+            rows = np.flatnonzero(self._segment[: self._rows] >= 0)
+            return self._entries(rows[np.lexsort((self._offset[rows], self._segment[rows]))])
 
     # -- callers hold the lock -----------------------------------------------------------------------
+
+    def _block_lengths(self, rows: np.ndarray) -> np.ndarray:
+        """int64 (n,): bytes of blocks, all shards together, by the rows of their first shards."""
+        lengths = self._length[rows].astype(np.int64)
+        sharded = np.flatnonzero(self._last_shard[rows] > 0)
+        if sharded.size:
+            every = np.unique(self._with_siblings(rows[sharded]))
+            first = self._find(self._ids[every], np.zeros(len(every), np.uint16))
+            sums = np.zeros(self._rows, np.int64)
+            np.add.at(sums, first, self._length[every].astype(np.int64))
+            lengths[sharded] = sums[rows[sharded]]
+        return lengths
+
+    def _entries(self, rows: np.ndarray) -> Entries:
+        return Entries(
+            self._ids[rows],
+            self._shard[rows],
+            self._locations(rows),
+            self._parent[rows],
+            self._stored[rows],
+            self._used[rows],
+        )
+
+    def _find_fresh(self, ids: np.ndarray, shards: np.ndarray) -> np.ndarray:
+        rows = self._find(ids, shards)
+        if self.expired_before > float("-inf"):
+            rows[(rows >= 0) & (self._stored[rows] < self.expired_before)] = -1
+        return rows
 
     def _locations(self, rows: np.ndarray) -> Locations:
         """Copies, so that they stay what they are. Row -1 is absent."""
@@ -209,7 +366,7 @@ class Index:
 
     def _rehash(self, extra: int) -> None:
         # Rows being inserted have their segment still unset, so they are not counted here.
-        rows = np.flatnonzero(self._segment[: self._used] >= 0)
+        rows = np.flatnonzero(self._segment[: self._rows] >= 0)
         size = len(self._slots)
         while (len(rows) + extra) * 2 > size // 2:
             size *= 2
@@ -222,11 +379,11 @@ class Index:
         """Row numbers for new entries; their segment is -1 until the caller sets it."""
         reused = self._free[max(0, len(self._free) - count) :]
         del self._free[max(0, len(self._free) - count) :]
-        needed = self._used + count - len(reused)
+        needed = self._rows + count - len(reused)
         if needed > len(self._segment):
             self._grow(max(needed, len(self._segment) * 3 // 2))
-        rows = np.concatenate([np.array(reused, np.int64), np.arange(self._used, needed)])
-        self._used = needed
+        rows = np.concatenate([np.array(reused, np.int64), np.arange(self._rows, needed)])
+        self._rows = needed
         self._segment[rows] = -1
         return rows
 
@@ -270,19 +427,20 @@ class Index:
         return np.concatenate([rows, siblings[siblings >= 0]])
 
 
-def _last_of_each_key(entries: Entries) -> Entries:
-    """Entries without those whose key comes again later."""
+def _last_of_each_key(entries: Entries) -> tuple[Entries, Entries]:
+    """Entries without those whose key comes again later, and those."""
+    none = entries.take(np.empty(0, np.int64))
     if len(entries) < 2:
-        return entries
+        return entries, none
     ids = entries.ids
     halves = np.sort(ids[:, 0])
     if (halves[1:] != halves[:-1]).all():
-        return entries  # the usual case, at a fraction of the cost of what follows
+        return entries, none  # the usual case, at a fraction of the cost of what follows
     order = np.lexsort((entries.shard, ids[:, 1], ids[:, 0]))
     a, b = order[:-1], order[1:]
     same = (ids[a] == ids[b]).all(axis=1) & (entries.shard[a] == entries.shard[b])
     if not same.any():
-        return entries
+        return entries, none
     kept = np.ones(len(entries), bool)
     kept[a[same]] = False
-    return entries.take(np.flatnonzero(kept))
+    return entries.take(np.flatnonzero(kept)), entries.take(np.flatnonzero(~kept))

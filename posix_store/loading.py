@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 
 import numpy as np
 
@@ -12,7 +14,10 @@ from posix_store.engine import Engine
 from posix_store.errors import Reason
 from posix_store.files import SegmentFiles
 from posix_store.index import Locations
-from posix_store.transfer import plan
+from posix_store.recency import Recency
+from posix_store.segment import evict_records
+from posix_store.syscalls import Syscalls
+from posix_store.transfer import Transfer, plan
 from posix_store.writer import SegmentWriter
 
 logger = logging.getLogger(__name__)
@@ -30,15 +35,19 @@ class Loader:
         files: SegmentFiles,
         writer: SegmentWriter,
         engine: Engine,
+        recency: Recency,
         counters: Counters,
+        calls: Syscalls,
         io_threads: int,
         verify: bool,
     ) -> None:
         self._catalog = catalog
         self._files = files
         self._writer = writer
+        self._recency = recency
         self._engine = engine
         self._counters = counters
+        self._calls = calls
         self._io_threads = io_threads
         self._verify = verify
 
@@ -52,8 +61,14 @@ class Loader:
         status[at.present] = Reason.LENGTH
         wanted = np.flatnonzero(at.present & (at.length == length))
         if wanted.size:
-            status[wanted], opened = self._read(at.take(wanted), addresses[wanted], sizes, deadline)
-            self._forget(ids, shards, at, status, wanted[opened])
+            there = at.take(wanted)
+            status[wanted], opened, error = self._read(there, addresses[wanted], sizes, deadline)
+            if self._verify:
+                self._drop_stale(at, status, wanted[opened])
+            self._look_again(ids[wanted], shards[wanted], there, status, wanted)
+            self._forget(ids, shards, at, status, wanted[opened], error)
+            loaded = ids[(status == Reason.OK) & (shards == 0)]
+            self._recency.used(np.unique(loaded, axis=0) if len(loaded) > 1 else loaded)
         self._counters.loaded(status, length)
         return status
 
@@ -70,8 +85,9 @@ class Loader:
 
     def _read(
         self, at: Locations, addresses: np.ndarray, sizes: np.ndarray, deadline: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Read n blocks: uint8 (n,) of `Reason`, and bool (n,): whose segment could be opened."""
+    ) -> tuple[np.ndarray, np.ndarray, OSError | None]:
+        """Read n blocks: uint8 (n,) of `Reason`, bool (n,): whose segment was opened, the first error."""
+        error: OSError | None = None
         status = np.zeros(len(addresses), np.uint8)
         numbers, which = np.unique(at.segment, return_inverse=True)
         with self._files.opened(numbers) as (fds, failed):
@@ -87,30 +103,86 @@ class Loader:
                     max(MIN_REQUEST_BYTES, share),
                 )  # fmt: skip
                 self._engine.read(transfer, deadline, self._verify)
+                if not self._verify:
+                    self._refuse_holes(transfer)
                 status[readable[order]] = transfer.status
-        return status, opened
+                error = transfer.error
+        return status, opened, error
+
+    def _refuse_holes(self, transfer: Transfer) -> None:
+        """Without checksums: blocks in which there is a hole now may have been read as zeros.
+
+        A block is written whole, and a hole is never filled. So this needs no journal, and holds also when
+        somebody has deleted one.
+        """
+        for request, fd in enumerate(transfer.fds.tolist()):
+            first, last = int(transfer.first[request]), int(transfer.first[request + 1])
+            ends = int(transfer.offsets[request]) + np.cumsum(transfer.lengths[first:last])
+            begins = ends - transfer.lengths[first:last]
+            block = 0
+            while block < len(ends):
+                try:
+                    hole = self._calls.seek_hole(fd, int(begins[block]))
+                except OSError as error:
+                    if error.errno != errno.ENXIO:
+                        break  # this file system does not tell
+                    hole = int(begins[block])  # behind the end of the file
+                block = int(np.searchsorted(ends, hole, "right"))
+                if block < len(ends) and transfer.status[first + block] == Reason.OK:
+                    transfer.status[first + block] = Reason.EVICTED
+                block += 1
+
+    def _drop_stale(self, at: Locations, status: np.ndarray, tried: np.ndarray) -> None:
+        """Forget segments whose open file has become useless (ESTALE): their blocks are stored again."""
+        for number in np.unique(at.segment[tried[status[tried] == Reason.EVICTED]]).tolist():
+            self._catalog.drop_segment(number)
+
+    def _look_again(
+        self, ids: np.ndarray, shards: np.ndarray, at: Locations, status: np.ndarray, rows: np.ndarray
+    ) -> None:
+        """Tell blocks that were evicted while they were read from damaged ones.
+
+        Who evicts says so before the space is freed, so a look after the read tells. Without checksums, only
+        that tells a block from the zeros of a hole.
+        """
+        wrong = np.isin(status[rows], (Reason.CHECKSUM, Reason.LENGTH))
+        if self._verify and not wrong.any():
+            return
+        there = self._catalog.still_there(ids, shards, at)
+        if there is not None:
+            status[rows[~there & (wrong | (status[rows] == Reason.OK))]] = Reason.EVICTED
+        elif not self._verify:
+            status[rows[status[rows] == Reason.OK]] = Reason.TIMEOUT
 
     def _forget(
-        self, ids: np.ndarray, shards: np.ndarray, at: Locations, status: np.ndarray, tried: np.ndarray
+        self,
+        ids: np.ndarray,
+        shards: np.ndarray,
+        at: Locations,
+        status: np.ndarray,
+        tried: np.ndarray,
+        error: OSError | None,
     ) -> None:
         """Drop blocks that cannot be read, so that they are stored again when they are computed again."""
-        for number in np.unique(at.segment[tried[status[tried] == Reason.EVICTED]]).tolist():
-            # The descriptor has become useless (ESTALE). The journal is not read again, so what is in this
-            # segment is stored again when it is computed again.
-            self._catalog.drop_segment(number)
+        gone = tried[status[tried] == Reason.EVICTED]
+        self._catalog.index.drop(ids[gone], shards[gone], at.take(gone))
         unreadable = np.isin(status[tried], (Reason.CHECKSUM, Reason.LENGTH, Reason.IO_ERROR))
         bad = tried[unreadable]
         if not bad.size:
             return
-        self._catalog.index.drop(ids[bad], shards[bad], at.take(bad))
-        damaged = bad[status[bad] != Reason.IO_ERROR]
+        damaged, unread = bad[status[bad] != Reason.IO_ERROR], bad[status[bad] == Reason.IO_ERROR]
+        self._catalog.index.drop(ids[damaged], shards[damaged], at.take(damaged))
+        self._catalog.set_aside(ids[unread], shards[unread], at.take(unread))
+        uids = np.array([np.void(self._catalog.segment(number).uid) for number in at.segment[damaged]], "V16")
         logger.warning(
-            "%d of %d blocks cannot be used (%d damaged, %d unreadable); they count as misses",
-            bad.size, len(ids), damaged.size, bad.size - damaged.size,
-        )  # fmt: skip
-        self._writer.evict(
-            [
-                (ids[i].tobytes(), self._catalog.segment(int(at.segment[i])).uid, int(at.offset[i]))
-                for i in damaged.tolist()
-            ]
+            "posix_store %s: %d of %d blocks cannot be used (%d damaged, %d unreadable%s); they are misses",
+            os.path.dirname(self._catalog.directory),
+            bad.size,
+            len(ids),
+            damaged.size,
+            bad.size - damaged.size,
+            f": {error}; `ucm-sglang doctor` tests the disk" if error else "",
         )
+        if damaged.size:
+            now = self._catalog.clock.now()
+            self._writer.note(evict_records(ids[damaged], uids, at.offset[damaged], now))

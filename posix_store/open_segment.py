@@ -16,6 +16,7 @@ from posix_store.capacity import LOCK_TIMEOUT, GrownFile, SpaceKeeper
 from posix_store.catalog import SegmentInfo
 from posix_store.root import StoreRoot
 from posix_store.segment import (
+    EVICT,
     JOURNAL_MAGIC,
     MAX_BATCH_RECORDS,
     RECORD_BYTES,
@@ -61,6 +62,7 @@ class OpenSegment:
                 data = seal_records(records[start : start + MAX_BATCH_RECORDS])
                 write_at(self._calls, self.journal.fd, data, self.journal_end)
                 self.journal_end += len(data)
+                self.info.evicts |= bool((records["kind"] == EVICT).any())
         except OSError:
             # What was written of the batch is an unfinished tail, which readers ignore for as long as
             # nothing follows it. So nothing ever may.
@@ -82,6 +84,7 @@ class OpenSegment:
         if not self.broken:
             with contextlib.suppress(OSError):
                 self.append(seal_record())
+                self.info.sealed = True
         for file, end in ((self.data, self.cursor), (self.journal, self.journal_end)):
             with contextlib.suppress(OSError):
                 # Also frees what was preallocated behind the end, which punching does not on ext4.
@@ -97,10 +100,12 @@ def create_segment(
     space: SpaceKeeper,
     register: Callable[[SegmentName, bytes], SegmentInfo],
     journal_bytes: int,
+    urgent: bool,
 ) -> OpenSegment:
     """Make the files of a new segment, with their headers and room for `journal_bytes` of records.
 
-    The caller holds the store lock, so that no other process takes the empty files for a dead writer's.
+    With `urgent` it is for evictions, and may use what is kept back for them. The caller holds the store
+    lock, so that no other process takes the empty files for a dead writer's.
 
     Raises:
         NoSpace, OSError: nothing is left behind.
@@ -112,7 +117,7 @@ def create_segment(
         for file_name in (name.data, name.journal):
             opened.append(_open_new(root, os.path.join(root.namespace_path(namespace), file_name)))
         data, journal = opened
-        space.admit([(data, SEGMENT_HEADER_BYTES), (journal, RECORD_BYTES + journal_bytes)])
+        space.admit([(data, SEGMENT_HEADER_BYTES), (journal, RECORD_BYTES + journal_bytes)], urgent)
         headers = ((data, SEGMENT_MAGIC, SEGMENT_HEADER_BYTES), (journal, JOURNAL_MAGIC, RECORD_BYTES))
         for file, magic, size in headers:
             header = encode_header(magic, uid, bytes.fromhex(namespace), time.time_ns())

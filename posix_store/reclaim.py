@@ -11,9 +11,9 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from posix_store.root import NAMESPACE_FILE, STORE_FILE, StoreRoot
+from posix_store.root import STORE_FILE, StoreRoot, is_temporary
 from posix_store.segment import (
     EVICT,
     EXTENT_ALIGNMENT,
@@ -45,10 +45,10 @@ def reclaim(root: StoreRoot) -> Iterator[None]:
     Stops after each writer's file, so that the caller can let the store lock go and go on another time.
     """
     try:
-        _old_temporaries(root, root.path, STORE_FILE)
+        _old_temporaries(root, root.path, lambda name: name.startswith(f".{STORE_FILE}."))
         for namespace in root.namespaces():
             directory = root.namespace_path(namespace)
-            _old_temporaries(root, directory, NAMESPACE_FILE)
+            _old_temporaries(root, directory, is_temporary)
             parsed = (SegmentName.parse(name) for name in root.syscalls.listdir(directory))
             # Of this host only: a lock that another host holds is not seen where the file system keeps locks
             # local.
@@ -106,9 +106,9 @@ def _published(calls: Syscalls, journal: int, namespace: bytes) -> tuple[float, 
     return max(SEGMENT_HEADER_BYTES, int(ends.max(initial=0))), RECORD_BYTES + consumed
 
 
-def _old_temporaries(root: StoreRoot, directory: str, base: str) -> None:
+def _old_temporaries(root: StoreRoot, directory: str, temporary: Callable[[str], bool]) -> None:
     for name in root.syscalls.listdir(directory):
-        if name.startswith(f".{base}."):
+        if temporary(name):
             path = os.path.join(directory, name)
             with contextlib.suppress(OSError):
                 if time.time() - root.syscalls.stat(path).st_mtime > _TEMPORARY_SECONDS:

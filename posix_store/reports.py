@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,13 +16,16 @@ from posix_store.catalog import Catalog
 from posix_store.counters import Counters
 from posix_store.engine import Engine
 from posix_store.errors import Reason
+from posix_store.evictor import EvictionReport
 from posix_store.files import SegmentFiles
+from posix_store.health import Health
 from posix_store.index import Entries
 from posix_store.root import StoreRoot
 from posix_store.syscalls import close_quietly
 from posix_store.transfer import plan
 
 _BATCH_BYTES = 32 << 20
+_EXAMPLES = 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,10 @@ class StoreStats:
     capacity: int
     index_memory_bytes: int
     read_only_because: str | None
+    evicted: dict[str, int] = field(default_factory=dict)
+    """What this process has evicted, in all namespaces: `blocks`, `bytes` of disk, whole `segments`."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """The breakers of reads and writes and the queue of writes, of this process."""
     counters: dict[str, Any] = field(default_factory=dict)
     catalog: dict[str, int] = field(default_factory=dict)
 
@@ -62,13 +70,22 @@ class VerifyReport:
     """Ids (hex) of some bad blocks, with segment file and offset."""
     damaged_records: int = 0
     """Journal records that failed their checksum: their blocks are not found any more."""
+    repaired: int = 0
+    """Bad blocks that were recorded as gone, so that they are stored again and their space is free."""
 
     @property
     def ok(self) -> bool:
         return not self.bad and not self.damaged_records
 
 
-def store_stats(root: StoreRoot, namespace: str, catalog: Catalog, counters: Counters) -> StoreStats:
+def store_stats(
+    root: StoreRoot,
+    namespace: str,
+    catalog: Catalog,
+    counters: Counters,
+    evicted: EvictionReport,
+    health: Health,
+) -> StoreStats:
     """Numbers of a namespace. Raises `OSError` when the root cannot be listed."""
     segments = catalog.segments
     return StoreStats(
@@ -85,6 +102,8 @@ def store_stats(root: StoreRoot, namespace: str, catalog: Catalog, counters: Cou
         capacity=root.current_capacity(),
         index_memory_bytes=catalog.index.memory_bytes,
         read_only_because=root.read_only_because,
+        evicted=asdict(evicted),
+        health=health.snapshot(),
         counters=counters.snapshot(),
         catalog=asdict(catalog.counters),
     )
@@ -106,55 +125,73 @@ def _has_writer(root: StoreRoot, path: str) -> bool:
 
 def verify_blocks(
     catalog: Catalog, files: SegmentFiles, engine: Engine, progress: Callable[[int, int], None] | None
-) -> VerifyReport:
-    """Read and check all blocks, segment by segment."""
+) -> tuple[VerifyReport, Entries]:
+    """Read and check all blocks, segment by segment; also gives the entries that are damaged."""
     entries = catalog.index.entries()
+    order = np.lexsort((entries.at.offset, entries.at.length, entries.at.segment))
+    entries = entries.take(order)
     report = VerifyReport(damaged_records=catalog.counters.damaged_records)
-    for batch in _batches(entries):
-        _verify_batch(catalog, files, engine, entries.take(batch), report)
+    damaged = []
+    for start, end in _batches(entries):
+        damaged.append(
+            start + _verify_batch(catalog, files, engine, entries.take(np.arange(start, end)), report)
+        )
         if progress:
             progress(report.blocks, len(entries))
-    return report
+    return report, entries.take(np.concatenate(damaged) if damaged else np.empty(0, np.int64))
 
 
-def _batches(entries: Entries) -> list[np.ndarray]:
-    """Rows of entries in batches of one segment, one length, and a bounded number of bytes."""
-    batches = []
-    keys = np.stack([entries.at.segment, entries.at.length], axis=1)
-    for key in np.unique(keys, axis=0):
-        rows = np.flatnonzero((keys == key).all(axis=1))
-        each = max(1, _BATCH_BYTES // int(key[1]))
-        batches += [rows[start : start + each] for start in range(0, len(rows), each)]
-    return batches
+def _batches(entries: Entries) -> Iterator[tuple[int, int]]:
+    """Runs of sorted entries of one segment, one length, and a bounded number of bytes."""
+    segment, length = entries.at.segment, entries.at.length
+    changes = np.flatnonzero((np.diff(segment) != 0) | (np.diff(length) != 0)) + 1
+    bounds = [0, *changes.tolist(), len(entries)]
+    for first, last in itertools.pairwise(bounds):
+        each = max(1, _BATCH_BYTES // int(length[first])) if last > first else 1
+        for start in range(first, last, each):
+            yield start, min(start + each, last)
 
 
 def _verify_batch(
     catalog: Catalog, files: SegmentFiles, engine: Engine, entries: Entries, report: VerifyReport
-) -> None:
+) -> np.ndarray:
+    """Check entries of one segment and one length; int64 (m,): which of them are damaged."""
+    count, length = len(entries), int(entries.at.length[0])
+    status = _read_batch(files, engine, entries)
+    wrong = np.isin(status, (Reason.CHECKSUM, Reason.LENGTH))
+    if wrong.any():
+        there = catalog.still_there(entries.ids, entries.shard, entries.at)
+        if there is not None:
+            status[wrong & ~there] = Reason.EVICTED
+    report.blocks += count
+    report.bytes += count * length
+    number = int(entries.at.segment[0])
+    for row in np.flatnonzero(status != Reason.OK).tolist():
+        reason = Reason(int(status[row])).name.lower()
+        report.bad[reason] = report.bad.get(reason, 0) + 1
+        if len(report.examples) < _EXAMPLES:
+            where = f"{catalog.segment(number).name.data} at {int(entries.at.offset[row])}"
+            report.examples.append(f"{entries.ids[row].tobytes().hex()} in {where}: {reason}")
+    return np.flatnonzero(np.isin(status, (Reason.CHECKSUM, Reason.LENGTH)))
+
+
+def _read_batch(files: SegmentFiles, engine: Engine, entries: Entries) -> np.ndarray:
     count, length = len(entries), int(entries.at.length[0])
     number = int(entries.at.segment[0])
     memory = scratch(count * length)
     addresses = memory.ctypes.data + np.arange(count, dtype=np.int64).reshape(-1, 1) * length
     with files.opened(entries.at.segment[:1]) as (fds, failed):
         if failed:
-            status = np.full(count, failed[number], np.uint8)
-        else:
-            transfer, order = plan(
-                addresses,
-                np.array([length], np.int64),
-                np.full(count, fds[number], np.int32),
-                entries.at.offset,
-                entries.at.crc,
-                _BATCH_BYTES,
-            )
-            engine.read(transfer, float("inf"), True)
-            status = np.empty(count, np.uint8)
-            status[order] = transfer.status
-    report.blocks += count
-    report.bytes += count * length
-    for row in np.flatnonzero(status != Reason.OK).tolist():
-        reason = Reason(int(status[row])).name.lower()
-        report.bad[reason] = report.bad.get(reason, 0) + 1
-        if len(report.examples) < 20:
-            where = f"{catalog.segment(number).name.data} at {int(entries.at.offset[row])}"
-            report.examples.append(f"{entries.ids[row].tobytes().hex()} in {where}: {reason}")
+            return np.full(count, failed[number], np.uint8)
+        transfer, order = plan(
+            addresses,
+            np.array([length], np.int64),
+            np.full(count, fds[number], np.int32),
+            entries.at.offset,
+            entries.at.crc,
+            _BATCH_BYTES,
+        )
+        engine.read(transfer, float("inf"), True)
+    status = np.empty(count, np.uint8)
+    status[order] = transfer.status
+    return status

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from typing import Any
 from crc32c import crc32c
 
 from posix_store.errors import StoreError
+from posix_store.mount_type import mount_type
 from posix_store.segment import FORMAT_VERSION, NAMESPACE_NAME, SegmentName
 from posix_store.syscalls import Syscalls, close_quietly, read_at, write_at
 
@@ -28,10 +30,16 @@ logger = logging.getLogger(__name__)
 
 STORE_FILE = "STORE.json"
 LOCK_FILE = "STORE.lock"
+EVICTION_LOCK_FILE = "EVICT.lock"
+SERVED_FILE = "SERVED.lock"
+"""In a namespace: locked by every process that has it open. A file, because FUSE and NFS keep locks on
+directories to one machine; never replaced, because a lock is one of the file and not of its name."""
 NAMESPACE_FILE = "NAMESPACE.json"
+PINS_FILE = "PINS.json"
 DEFAULT_CAPACITY_SHARE = 0.5
 DEFAULT_MIN_FREE_SHARE = 0.05
 _MAX_JSON_BYTES = 1 << 20
+_COUNT_AGE = 1.0
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -55,6 +63,9 @@ class StoreRoot:
         self.syscalls = syscalls or Syscalls()
         self.read_only_because: str | None = None if create else "opened read-only"
         self._settings_seen: tuple[int, int] | None = None
+        self._final: set[str] = set()
+        self._last_size: dict[str, int] = {}
+        self._counted_at = float("-inf")
         try:
             self._open(capacity, create)
         except OSError as error:
@@ -79,6 +90,7 @@ class StoreRoot:
                     logger.info(
                         "posix_store %s: capacity changed from %d to %d bytes", self.path, old, self.capacity
                     )
+        self._device = self.syscalls.stat(self.path).st_dev
         if create and not self.read_only_because:
             self.read_only_because = self._why_not_writable()
         if self.capacity <= 0:
@@ -148,7 +160,7 @@ class StoreRoot:
         return settings
 
     def _is_ours(self, name: str) -> bool:
-        if name in (STORE_FILE, LOCK_FILE) or name.startswith("." + STORE_FILE):
+        if name in (STORE_FILE, LOCK_FILE, EVICTION_LOCK_FILE) or name.startswith("." + STORE_FILE):
             return True
         return bool(NAMESPACE_NAME.fullmatch(name)) and all(
             is_namespace_file(entry) for entry in self.syscalls.listdir(os.path.join(self.path, name))
@@ -219,19 +231,31 @@ class StoreRoot:
     def namespace_path(self, namespace: str) -> str:
         return os.path.join(self.path, namespace)
 
-    def make_namespace(self, namespace: str, identity: Mapping[str, Any]) -> None:
-        """Make a namespace's directory and its NAMESPACE.json where missing. Raises `OSError`."""
+    def make_namespace(self, namespace: str, identity: Mapping[str, Any] | None) -> None:
+        """Make a namespace's directory and its NAMESPACE.json where missing. Raises `OSError`.
+
+        Without an identity NAMESPACE.json is left as it is.
+        """
         directory = self.namespace_path(namespace)
         with contextlib.suppress(FileExistsError):
             self.syscalls.mkdir(directory)
+        served = os.path.join(directory, SERVED_FILE)
+        if not self.syscalls.access(served, os.F_OK):
+            close_quietly(self.syscalls, self.syscalls.open(served, os.O_RDWR | os.O_CREAT))
+        if identity is None and self.syscalls.access(os.path.join(directory, NAMESPACE_FILE), os.F_OK):
+            return
         path = os.path.join(directory, NAMESPACE_FILE)
-        data = json.dumps(dict(identity), indent=1, sort_keys=True).encode() + b"\n"
+        data = json.dumps(dict(identity or {}), indent=1, sort_keys=True).encode() + b"\n"
         try:
             if self._read(path) == data:
                 return
         except FileNotFoundError:
             pass
         self.write_file(path, data)
+
+    def has_namespace(self, namespace: str) -> bool:
+        """Is a namespace's directory there, with its NAMESPACE.json?"""
+        return self.syscalls.access(os.path.join(self.namespace_path(namespace), NAMESPACE_FILE), os.F_OK)
 
     def read_identity(self, namespace: str) -> dict[str, Any] | None:
         """The identity fields of a namespace; None when its NAMESPACE.json is missing or damaged."""
@@ -256,17 +280,45 @@ class StoreRoot:
             logger.debug("posix_store %s: cannot read %s again: %s", self.path, STORE_FILE, error)
         return self.capacity
 
-    def allocated_bytes(self, budget: float = float("inf")) -> int:
+    def only_shrinks(self, *paths: str) -> None:
+        """Nobody writes to these files any more: what they had allocated is the most they have."""
+        self._final.update(paths)
+
+    def changed(self, path: str) -> None:
+        """This process has freed a part of a file: it is asked about again."""
+        self._last_size.pop(path, None)
+
+    @property
+    def remembers_sizes(self) -> bool:
+        """Does `allocated_bytes` without `exact` count files as they were more than a second ago?"""
+        return bool(self._last_size) and time.monotonic() - self._counted_at > _COUNT_AGE
+
+    def allocated_bytes(self, budget: float = float("inf"), exact: bool = True) -> int:
         """Bytes that the file system has allocated to everything under the root.
+
+        Without `exact`, files that only shrink count as at the last time: it may be less, and never more.
 
         Raises `OSError`; `TimeoutError` when it takes more than `budget` seconds to ask for every file.
         """
         deadline = time.monotonic() + budget
         total = 0
+        seen = set()
         for path in self._everything():
-            total += self._blocks(path)
+            if exact or path not in self._last_size:
+                size = self._blocks(path)
+                if path in self._final:
+                    self._last_size[path] = size
+            else:
+                size = self._last_size[path]
+            total += size
+            seen.add(path)
             if time.monotonic() > deadline:
                 raise TimeoutError(errno.ETIMEDOUT, "too long to ask what each file has allocated", self.path)
+        if exact:
+            self._counted_at = time.monotonic()
+        if len(self._final) > 2 * len(seen):
+            self._final &= seen
+            self._last_size = {path: size for path, size in self._last_size.items() if path in seen}
         return total
 
     def _everything(self) -> Iterator[str]:
@@ -284,26 +336,75 @@ class StoreRoot:
         except FileNotFoundError:
             return 0
 
+    def serve(self, namespace: str) -> int | None:
+        """Mark a namespace as in use for as long as the returned descriptor is open; None: it is not there.
+
+        Never raises: where that does not work, a namespace looks unused, and its blocks may go before
+        those of others once they have not been used for a while.
+        """
+        try:
+            fd = self.syscalls.open(os.path.join(self.namespace_path(namespace), SERVED_FILE), os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            # Somebody who asks whether it is in use holds it for a moment.
+            if self.try_lock(fd, 1.0, fcntl.LOCK_SH):
+                return fd
+        except OSError as error:
+            logger.debug("posix_store %s: no lock on %s: %s", self.path, namespace, error)
+        close_quietly(self.syscalls, fd)
+        return None
+
+    def is_served(self, namespace: str) -> bool:
+        """Has a living process the namespace open? True also where that cannot be found out."""
+        try:
+            fd = self.syscalls.open(os.path.join(self.namespace_path(namespace), SERVED_FILE), os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        try:
+            return not self.try_lock(fd, 0)
+        except OSError:
+            return True
+        finally:
+            close_quietly(self.syscalls, fd)
+
+    @functools.cached_property
+    def file_system(self) -> str | None:
+        """Type of the file system, as in /proc/self/mountinfo; None when that cannot be found out."""
+        try:
+            return mount_type(self.path, self.syscalls)
+        except OSError:
+            return None
+
     @contextlib.contextmanager
-    def lock(self, timeout: float) -> Iterator[bool]:
-        """The lock on space and deletion, shared by all processes of the root.
+    def lock(self, timeout: float, file: str = LOCK_FILE) -> Iterator[bool]:
+        """The lock on space and deletion (or another), shared by all processes of the root.
 
         Yields False when it could not be had within `timeout` seconds. The kernel frees it when its
         holder dies. Raises `OSError` when the file system refuses.
         """
-        fd = self.syscalls.open(os.path.join(self.path, LOCK_FILE), os.O_RDWR | os.O_CREAT)
+        path = os.path.join(self.path, file)
         try:
+            fd = self.syscalls.open(path, os.O_RDWR | os.O_CREAT)
+        except FileExistsError:  # on network file systems, when two machines make it at the same moment
+            fd = self.syscalls.open(path, os.O_RDWR)
+        try:
+            if self.syscalls.fstat(fd).st_dev != self._device:
+                # Going on would fill the file system below the mount point.
+                raise OSError(errno.ENODEV, "is not on the file system that was opened; was it unmounted?")
             yield self.try_lock(fd, timeout)
         finally:
             close_quietly(self.syscalls, fd)
 
-    def try_lock(self, fd: int, timeout: float) -> bool:
+    def try_lock(self, fd: int, timeout: float, kind: int = fcntl.LOCK_EX) -> bool:
         """Lock an open file, trying for `timeout` seconds. Raises `OSError` when locks do not work."""
         deadline = time.monotonic() + timeout
         pause = 0.0005
         while True:
             try:
-                self.syscalls.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.syscalls.flock(fd, kind | fcntl.LOCK_NB)
                 return True
             except BlockingIOError:
                 if time.monotonic() >= deadline:
@@ -314,8 +415,15 @@ class StoreRoot:
 
 def is_namespace_file(name: str) -> bool:
     """Did this store make a file of that name in a namespace directory?"""
-    return (
-        name == NAMESPACE_FILE or name.startswith("." + NAMESPACE_FILE) or SegmentName.parse(name) is not None
+    ours = name in (NAMESPACE_FILE, PINS_FILE, SERVED_FILE)
+    return ours or is_temporary(name) or SegmentName.parse(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Is it the name of a file in a namespace directory that is half-way to replacing another?"""
+    base = name[1:].rpartition(".")[0]
+    return name.startswith(".") and (
+        base in (NAMESPACE_FILE, PINS_FILE) or SegmentName.parse(base) is not None
     )
 
 

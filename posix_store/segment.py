@@ -7,6 +7,7 @@ journal (`.idx`) is a 64-byte header followed by 64-byte records. Both carry the
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import secrets
@@ -23,6 +24,8 @@ EXTENT_ALIGNMENT = 4096
 SEGMENT_HEADER_BYTES = 4096
 RECORD_BYTES = 64
 MAX_BATCH_RECORDS = 1 << 16
+SECOND_PARTS = 256
+"""`copy` of a TOUCH, and of a PUT of a block that is not sharded, is the part of the second of its time."""
 MAX_SHARDS = 1 << 16
 ID_BYTES = 16
 MAX_BLOCK_BYTES = (1 << 32) - 1
@@ -30,7 +33,7 @@ MAX_BLOCK_BYTES = (1 << 32) - 1
 SEGMENT_MAGIC = b"UCMPSSEG"
 JOURNAL_MAGIC = b"UCMPSIDX"
 
-PUT, EVICT, SEAL = 1, 2, 3
+PUT, EVICT, SEAL, TOUCH = 1, 2, 3, 4
 
 RECORD = np.dtype(
     {
@@ -45,10 +48,11 @@ RECORD = np.dtype(
 )  # fmt: skip
 """One journal record. `parent` is the id of the block before this one in its chain (zeros: unknown),
 or, in an EVICT record, the uid of the segment that holds the block. `copy` is equal for the shards that
-make up one copy of a block. `remaining` counts the records of
-the same append that follow: a batch is visible only when its record 0 (the last) is whole."""
+make up one copy of a block. A TOUCH record says that the block of its id was used at `time`.
+`remaining` counts the records of the same append that follow: a batch is visible only when its record
+0 (the last) is whole."""
 
-_HEADER = struct.Struct("<8sI16s16sQ8x")
+_HEADER = struct.Struct("<8sI16s16sQQ")
 assert _HEADER.size + 4 == RECORD_BYTES
 
 _NAME = re.compile(
@@ -85,6 +89,10 @@ class SegmentName:
         return self.writer.split("-")[0]
 
     @property
+    def is_of_this_host(self) -> bool:
+        return self.host == own_host()
+
+    @property
     def started_ms(self) -> int:
         """When the writer started, in Unix milliseconds by its clock."""
         return int(self.writer.split("-")[-2], 16)
@@ -96,6 +104,13 @@ class SegmentName:
         return (cls(match["writer"], int(match["seq"])), match["kind"]) if match else None
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def parse_name(file_name: str) -> tuple[SegmentName, str] | None:
+    """`SegmentName.parse`, remembered: a directory is listed many times a second."""
+    return SegmentName.parse(file_name)
+
+
+@functools.cache
 def own_host() -> str:
     """The name of this host as it stands in the names of writers."""
     return re.sub(r"[^a-z0-9_.]", "_", socket.gethostname().lower())[:40] or "host"
@@ -106,14 +121,17 @@ def new_writer_name() -> str:
     return f"{own_host()}-{os.getpid()}-{int(time.time() * 1000):x}-{secrets.token_hex(4)}"
 
 
-def encode_header(magic: bytes, uid: bytes, namespace: bytes, created_ns: int) -> bytes:
-    """64 bytes: magic, format version, uid, namespace digest, creation time (ns), CRC-32C."""
-    head = _HEADER.pack(magic, FORMAT_VERSION, uid, namespace, created_ns)
+def encode_header(magic: bytes, uid: bytes, namespace: bytes, created_ns: int, generation: int = 0) -> bytes:
+    """64 bytes: magic, format version, uid, namespace digest, creation time (ns), generation, CRC-32C.
+
+    `generation` counts how often a journal was rewritten; it is 0 in segments.
+    """
+    head = _HEADER.pack(magic, FORMAT_VERSION, uid, namespace, created_ns, generation)
     return head + struct.pack("<I", crc32c(head))
 
 
-def decode_header(data: bytes, magic: bytes, namespace: bytes) -> bytes:
-    """The uid in a header, after checking everything else in it.
+def decode_header(data: bytes, magic: bytes, namespace: bytes) -> tuple[bytes, int]:
+    """The uid and the generation in a header, after checking everything else in it.
 
     Raises:
         FormatError: with what is wrong.
@@ -124,14 +142,14 @@ def decode_header(data: bytes, magic: bytes, namespace: bytes) -> bytes:
     (crc,) = struct.unpack_from("<I", data, _HEADER.size)
     if crc32c(head) != crc:
         raise FormatError("header checksum differs")
-    found_magic, version, uid, found_namespace, _created = _HEADER.unpack(head)
+    found_magic, version, uid, found_namespace, _created, generation = _HEADER.unpack(head)
     if found_magic != magic:
         raise FormatError(f"magic is {found_magic!r}, not {magic!r}")
     if version != FORMAT_VERSION:
         raise FormatError(f"format version {version}, this code reads {FORMAT_VERSION}")
     if found_namespace != namespace:
         raise FormatError(f"namespace is {found_namespace.hex()}, not {namespace.hex()}")
-    return bytes(uid)
+    return bytes(uid), int(generation)
 
 
 def seal_record() -> np.ndarray:
@@ -140,6 +158,44 @@ def seal_record() -> np.ndarray:
     record["kind"] = SEAL
     record["time"] = int(time.time())
     return record
+
+
+def evict_records(ids: np.ndarray, uids: np.ndarray, offsets: np.ndarray, now: float) -> np.ndarray:
+    """EVICT records, `RECORD` (n,).
+
+    Args:
+        ids: uint64 (n, 2).
+        uids: V16 (n,), of the segments that hold the blocks.
+        offsets: int64 (n,), of the payloads in them.
+        now: Unix seconds.
+    """
+    records = np.zeros(len(ids), RECORD)
+    records["kind"] = EVICT
+    records["id"] = as_void(ids)
+    records["parent"] = uids
+    records["offset"] = offsets
+    records["time"] = int(now)
+    return records
+
+
+def touch_records(ids: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """TOUCH records, `RECORD` (n,), for ids uint64 (n, 2) that were used at Unix seconds `used` (n,)."""
+    records = np.zeros(len(ids), RECORD)
+    records["kind"] = TOUCH
+    records["id"] = as_void(ids)
+    records["time"] = used.astype(np.uint32)
+    records["copy"] = (used % 1 * SECOND_PARTS).astype(np.uint8)
+    return records
+
+
+def as_void(ids: np.ndarray) -> np.ndarray:
+    """V16 (n,) of ids uint64 (n, 2)."""
+    return np.ascontiguousarray(ids).view("V16").reshape(-1)
+
+
+def as_halves(ids: np.ndarray) -> np.ndarray:
+    """uint64 (n, 2) of ids V16 (n,)."""
+    return np.ascontiguousarray(ids).view(np.uint64).reshape(-1, 2)
 
 
 def seal_records(records: np.ndarray) -> bytes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posix_store.index import Entries, Locations
+from posix_store.segment import as_halves
 
 
 @dataclass
@@ -48,11 +49,16 @@ class ShardAssembler:
                 self._copies = (self._copies + (waiting is None)) % 256
             puts["copy"][i] = begun[key]
 
-    def complete(self, writer: str, segment_number: int, puts: np.ndarray) -> Iterator[Entries]:
-        """Entries of the blocks that are complete with these PUT records (`RECORD` array)."""
+    def complete(
+        self, writer: str, segment_number: int, puts: np.ndarray, stored: np.ndarray
+    ) -> Iterator[Entries]:
+        """Entries of the blocks that are complete with these PUT records (`RECORD` array).
+
+        `stored`, float64 (n,), is when each was stored, finer than the whole seconds in the records.
+        """
         whole = puts["last_shard"] == 0
         if whole.any():
-            yield _entries(puts[whole], np.full(int(whole.sum()), segment_number, np.int32))
+            yield _entries(puts[whole], np.full(int(whole.sum()), segment_number, np.int32), stored[whole])
         finished: list[tuple[int, np.void]] = []
         for put in puts[~whole]:
             key = _key(writer, put)
@@ -64,7 +70,25 @@ class ShardAssembler:
                 finished += self._waiting.pop(key).shards.values()
         if finished:
             records = np.array([put for _, put in finished], puts.dtype)
-            yield _entries(records, np.array([number for number, _ in finished], np.int32))
+            numbers = np.array([number for number, _ in finished], np.int32)
+            yield _entries(records, numbers, np.full(len(records), stored.max()))
+
+    def ranges_in(self, segment_number: int) -> list[tuple[int, int]]:
+        """Offset and length of the waiting shards in a segment."""
+        return [
+            (int(put["offset"]), int(put["length"]))
+            for waiting in self._waiting.values()
+            for number, put in waiting.shards.values()
+            if number == segment_number
+        ]
+
+    def segments(self) -> set[int]:
+        """Numbers of the segments that hold waiting shards."""
+        return {number for waiting in self._waiting.values() for number, _ in waiting.shards.values()}
+
+    def forget_writer(self, writer: str) -> None:
+        """Drop the shards of a writer that will not store the others any more."""
+        self._waiting = {key: waiting for key, waiting in self._waiting.items() if key[0] != writer}
 
     def forget(self, segment_number: int) -> None:
         """Drop the shards in a segment that is gone."""
@@ -80,7 +104,7 @@ def _key(writer: str, put: np.void) -> tuple[str, bytes, int]:
     return writer, put["id"].tobytes(), int(put["last_shard"])
 
 
-def _entries(puts: np.ndarray, segments: np.ndarray) -> Entries:
+def _entries(puts: np.ndarray, segments: np.ndarray, stored: np.ndarray) -> Entries:
     at = Locations(
         segments,
         puts["offset"].astype(np.int64),
@@ -88,5 +112,6 @@ def _entries(puts: np.ndarray, segments: np.ndarray) -> Entries:
         puts["payload_crc"].astype(np.uint32),
         puts["last_shard"].astype(np.uint16),
     )
-    ids = np.ascontiguousarray(puts["id"]).view(np.uint64).reshape(-1, 2)
-    return Entries(ids, puts["shard"].astype(np.uint16), at)
+    return Entries(
+        as_halves(puts["id"]), puts["shard"].astype(np.uint16), at, as_halves(puts["parent"]), stored, stored
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -11,25 +12,36 @@ from typing import Any
 
 import numpy as np
 
+from posix_store.admission import admission_named
+from posix_store.breaker import Breaker
 from posix_store.buffers import addresses_of
-from posix_store.capacity import SpaceKeeper
+from posix_store.capacity import NoSpace, SpaceKeeper
 from posix_store.catalog import Catalog
 from posix_store.counters import Counters
 from posix_store.dumping import Dumper
 from posix_store.engine import Engine, PythonEngine
-from posix_store.errors import StoreError
+from posix_store.errors import Reason, StoreError
+from posix_store.evictor import Evictor
 from posix_store.files import SegmentFiles
+from posix_store.health import Health
 from posix_store.ids import Ids, as_ids, as_shards
+from posix_store.keeper import Keeper
 from posix_store.loading import Loader
+from posix_store.mount_type import may_be_shared
+from posix_store.policies import policy_named
+from posix_store.recency import Recency
 from posix_store.reports import StoreStats, VerifyReport, store_stats, verify_blocks
 from posix_store.root import StoreRoot
 from posix_store.segment import NAMESPACE_NAME, SegmentName
-from posix_store.syscalls import Syscalls
+from posix_store.syscalls import Syscalls, close_quietly
 from posix_store.task import Task
-from posix_store.transfer import component_sizes
+from posix_store.transfer import address_matrix
+from posix_store.upkeep import Upkeep
 from posix_store.writer import SegmentWriter
 
 logger = logging.getLogger(__name__)
+
+_ADMINISTRATION_SECONDS = 30.0
 
 Shards = int | Sequence[int] | np.ndarray | None
 
@@ -55,8 +67,18 @@ class PosixStore:
         min_free: bytes to leave free on the file system; None: 5 % of its size.
         segment_bytes: size at which a writer begins a new segment file.
         io_threads: threads that move one batch.
-        verify: compare the CRC-32C of every block that is loaded.
+        verify: compare the CRC-32C of every block that is loaded. Always done on network file systems,
+            where what another machine evicted may be noticed late.
         timeout: seconds for one batch; blocks whose turn comes later are counted as `timeout`.
+        policy: what leaves first when the store is full; a name in `policies.POLICIES`.
+        admission: which blocks are stored: `always`, or `second_touch`, when they are dumped again.
+        ttl: seconds after which a block is not found any more, since it was stored; None: never.
+        breaker_failures: loads (or dumps) in a row that fail or are slow before the disk is left alone.
+        breaker_seconds: how long it is left alone, before one is tried.
+        slow_seconds: what a transfer may take, unless it moves 10 MB a second or more.
+        write_queue_bytes: bytes of blocks that may be waiting to be written; the newest go unstored.
+        maintenance: a background thread makes room ahead, follows journals and collects garbage while the
+            store is used. Without it dumps make room when they must.
         writable: False never writes anything, and needs a store to be there.
         engine: moves the bytes; None: the pure-Python engine. Closed with the store.
         syscalls: for fault injection.
@@ -77,38 +99,87 @@ class PosixStore:
         io_threads: int = 2,
         verify: bool = True,
         timeout: float = 5.0,
+        policy: str = "lru",
+        admission: str = "always",
+        ttl: float | None = None,
+        breaker_failures: int = 5,
+        breaker_seconds: float = 10.0,
+        slow_seconds: float = 2.0,
+        write_queue_bytes: int = 1 << 30,
+        maintenance: bool = True,
         writable: bool = True,
         engine: Engine | None = None,
         syscalls: Syscalls | None = None,
     ) -> None:
         if not NAMESPACE_NAME.fullmatch(namespace):
             raise StoreError(f"namespace = {namespace!r}: must be 32 lower-case hex digits")
-        _positive(int, capacity=capacity, segment_bytes=segment_bytes, io_threads=io_threads)
-        _positive(float, timeout=timeout)
+        _positive(
+            int,
+            capacity=capacity, segment_bytes=segment_bytes, io_threads=io_threads,
+            breaker_failures=breaker_failures, write_queue_bytes=write_queue_bytes,
+        )  # fmt: skip
+        _positive(float, timeout=timeout, ttl=ttl, breaker_seconds=breaker_seconds, slow_seconds=slow_seconds)
         if min_free is not None and min_free < 0:
             raise StoreError(f"min_free = {min_free}: must be 0 or more bytes")
+        chosen, gate = policy_named(policy), admission_named(admission)
         calls = syscalls or Syscalls()
         self.namespace = namespace
         self.root = StoreRoot(root, capacity=capacity, create=writable, syscalls=calls)
         self.engine = engine or PythonEngine(calls, io_threads)
         self.counters = Counters()
+        self.health = Health(
+            self.root.path, breaker_failures, breaker_seconds, slow_seconds, write_queue_bytes
+        )
         self._pid = os.getpid()
         self._timeout = timeout
         self._calls = calls
-        self._tasks = ThreadPoolExecutor(2, thread_name_prefix="posix-store-task")
-        self._catalog = Catalog(self.root, namespace)
+        self._loads = ThreadPoolExecutor(2, thread_name_prefix="posix-store-load")
+        self._dumps = ThreadPoolExecutor(2, thread_name_prefix="posix-store-dump")
+        self._catalog = Catalog(self.root, namespace, ttl)
         self._files = SegmentFiles(self._catalog, namespace, calls)
         self._space = SpaceKeeper(self.root, min_free, chunk=min(64 << 20, segment_bytes // 4))
         self._writer = SegmentWriter(
-            self.root, namespace, identity or {}, self._space, self._catalog, segment_bytes
+            self.root, namespace, identity, self._space, self._catalog, segment_bytes, self._serve
         )
+        self.evictor = Evictor(self.root, self._space, chosen, (namespace, self._catalog, self._writer))
+        recency = Recency(self._catalog.index, self._writer, self._catalog.clock)
         self._loader = Loader(
-            self._catalog, self._files, self._writer, self.engine, self.counters, io_threads, verify
-        )
+            self._catalog, self._files, self._writer, self.engine, recency, self.counters, calls,
+            io_threads, self._must_verify(verify),
+        )  # fmt: skip
         self._dumper = Dumper(
-            self._catalog, self._writer, self.engine, self.counters, io_threads, self.root.read_only_because
-        )
+            self._catalog, self._writer, self._space, self.evictor, recency, gate, self.health.writes,
+            self.engine, self.counters, io_threads, self.root.read_only_because,
+        )  # fmt: skip
+        self.upkeep = Upkeep(
+            self.root, self._space, self._catalog, self._writer, self.evictor, namespace, ttl,
+            writes=self.root.read_only_because is None,
+        )  # fmt: skip
+        self._served = self.root.serve(namespace)
+        self._keeper = Keeper(self.upkeep.round) if maintenance else None
         self._catalog.refresh(max_age=0, budget=float("inf"))
+
+    def _serve(self) -> None:
+        """Mark the namespace as in use once it is there."""
+        with contextlib.suppress(OSError):
+            if self._served is not None and self._calls.fstat(self._served).st_nlink:
+                return
+        stale, self._served = self._served, self.root.serve(self.namespace)
+        if stale is not None:
+            close_quietly(self._calls, stale)
+
+    def _must_verify(self, verify: bool) -> bool:
+        if verify or not may_be_shared(self.root.file_system):
+            return verify
+        logger.warning(
+            "posix_store %s: verify = False has no effect on %s, where evictions may be noticed late",
+            self.root.path, self.root.file_system,
+        )  # fmt: skip
+        return True
+
+    def _is_used(self) -> None:
+        if self._keeper is not None and os.getpid() == self._pid:
+            self._keeper.used()
 
     # -- look-up ------------------------------------------------------------------------------------
 
@@ -116,7 +187,8 @@ class PosixStore:
         """bool (n,): which blocks are stored, complete with all their shards.
 
         No system call for what is known. When something is missing, the journals of other writers are
-        looked at once, unless that was done in the last 20 ms.
+        looked at once, unless that was done in the last 20 ms. While the disk is left alone (see
+        `breaker_failures`) nothing is found.
         """
         keys = as_ids(ids)
         found = self._contains(keys)
@@ -132,14 +204,15 @@ class PosixStore:
         return leading - 1
 
     def _contains(self, keys: np.ndarray) -> np.ndarray:
-        found = self._catalog.index.contains(keys)
-        if not found.all() and self._catalog.refresh():
-            found = self._catalog.index.contains(keys)
-        return found
+        self._is_used()
+        if not self.health.reads.allows():
+            return np.zeros(len(keys), bool)
+        return self._catalog.contains(keys)
 
     def prefetch(self, ids: Ids) -> None:
         """Ask the kernel to read blocks ahead into the page cache. Returns at once."""
-        self._loader.prefetch(as_ids(ids))
+        if self.health.reads.allows():
+            self._loader.prefetch(as_ids(ids))
 
     # -- transfers ----------------------------------------------------------------------------------
 
@@ -163,10 +236,27 @@ class PosixStore:
             background: False runs the batch in the calling thread and returns a task that is done.
         """
         keys, which = as_ids(ids), as_shards(shards, len(as_ids(ids)))
-        matrix, widths = _matrix(addresses, sizes, len(keys))
-        return self._start(
-            lambda: self._loader.load(keys, which, matrix, widths, self._deadline()), background
-        )
+        matrix, widths = address_matrix(addresses, sizes, len(keys))
+        self._is_used()
+
+        def load(deadline: float) -> np.ndarray:
+            status = self._loader.load(keys, which, matrix, widths, deadline)
+            if self._keeper is None:
+                self._writer.flush()
+            return status
+
+        def run() -> np.ndarray:
+            deadline = time.monotonic() + self._timeout
+            return self.health.load(
+                lambda: load(deadline), self.counters, len(keys), int(widths.sum()), deadline
+            )
+
+        def refuse() -> np.ndarray:
+            status = np.full(len(keys), Reason.BREAKER, np.uint8)
+            self.counters.loaded(status, int(widths.sum()))
+            return status
+
+        return self._start(run, refuse, self.health.reads, self._loads if background else None)
 
     def dump_data(
         self,
@@ -177,6 +267,7 @@ class PosixStore:
         *,
         n_shards: int = 1,
         parents: Ids | None = None,
+        ancestors: Ids | None = None,
         background: bool = True,
     ) -> Task:
         """Store blocks, or one shard of each. What is stored already is not written again.
@@ -184,6 +275,8 @@ class PosixStore:
         Args:
             n_shards: shards that make up each block; it is found by `lookup` when all are stored.
             parents: n ids of the blocks before these in their chains, zeros where unknown.
+            ancestors: ids of the blocks before the first, in the order of the chain. Not needed by a store
+                on one root; `StripedStore` keeps chains on each root together by them.
 
         Other arguments are as for `load_data`; the memory must not change until the task is done.
         When the task says a block is stored, every process sees it and the death of this one cannot
@@ -197,11 +290,29 @@ class PosixStore:
         chain = np.zeros_like(keys) if parents is None else as_ids(parents)
         if len(chain) != len(keys):
             raise ValueError(f"{len(chain)} parents for {len(keys)} blocks")
-        matrix, widths = _matrix(addresses, sizes, len(keys))
-        return self._start(
-            lambda: self._dumper.dump(keys, which, n_shards, chain, matrix, widths, self._deadline()),
-            background,
-        )
+        matrix, widths = address_matrix(addresses, sizes, len(keys))
+        self._is_used()
+        known = self._catalog.index.contains(keys) if n_shards == 1 else np.zeros(len(keys), bool)
+        place = self.health.queue.admit(int(widths.sum()), int((~known).sum()))
+        rows = np.flatnonzero(known | (np.cumsum(~known) <= place.blocks))
+
+        def run() -> np.ndarray:
+            deadline = time.monotonic() + self._timeout
+            status = np.full(len(keys), Reason.QUEUE, np.uint8)
+            with place:
+                status[rows] = self._dumper.dump(
+                    keys[rows], which[rows], n_shards, chain[rows], matrix[rows], widths, deadline
+                )
+            self.counters.dumped(status[status == Reason.QUEUE], 0, int(widths.sum()))
+            return status
+
+        def refuse() -> np.ndarray:
+            status = np.where(known, Reason.OK, Reason.BREAKER).astype(np.uint8)
+            with place:
+                self.counters.dumped(status, 0, int(widths.sum()))
+            return status
+
+        return self._start(run, refuse, self.health.writes, self._dumps if background else None)
 
     def load(self, ids: Ids, shards: Shards, buffers: Sequence[Any], *, background: bool = True) -> Task:
         """`load_data` into n writable buffers, or n sequences of k buffers (see `addresses_of`)."""
@@ -216,6 +327,7 @@ class PosixStore:
         *,
         n_shards: int = 1,
         parents: Ids | None = None,
+        ancestors: Ids | None = None,
         background: bool = True,
     ) -> Task:
         """`dump_data` from n buffers, or n sequences of k buffers (see `addresses_of`)."""
@@ -232,12 +344,18 @@ class PosixStore:
         """bool (n,): which blocks of a task were loaded, or are stored. Raises `TimeoutError`."""
         return task.results(timeout)
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout
-
-    def _start(self, work: Callable[[], np.ndarray], background: bool) -> Task:
-        if background and os.getpid() == self._pid:
-            return Task(self._tasks.submit(work))
+    def _start(
+        self,
+        work: Callable[[], np.ndarray],
+        refuse: Callable[[], np.ndarray],
+        breaker: Breaker,
+        pool: ThreadPoolExecutor | None,
+    ) -> Task:
+        if pool is not None and os.getpid() == self._pid:
+            # Not behind tasks that hang: they may have every thread of the pool.
+            if breaker.allows():
+                return Task(pool.submit(work))
+            work = refuse
         future: Future[np.ndarray] = Future()
         future.set_result(work())
         return Task(future)
@@ -246,16 +364,39 @@ class PosixStore:
 
     def stats(self) -> StoreStats:
         """Blocks, bytes, capacity and counters, as this process sees them now. Makes a few system calls."""
-        return store_stats(self.root, self.namespace, self._catalog, self.counters)
+        return store_stats(
+            self.root, self.namespace, self._catalog, self.counters, self.evictor.total, self.health
+        )
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read every block of the namespace and compare its checksum. Changes nothing on disk.
+    def verify(
+        self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
+    ) -> VerifyReport:
+        """Read every block of the namespace and compare its checksum.
 
         Args:
             progress: told (blocks done, blocks in all) now and then.
+            repair: record damaged blocks as gone and free their space. Without it nothing on disk changes.
+
+        Raises `StoreError` when a repair is asked for and the store is read-only, or the repair cannot be
+        written.
         """
+        if repair:
+            self._refuse_read_only("verify --repair")
         self._catalog.refresh(max_age=0, budget=float("inf"))
-        return verify_blocks(self._catalog, self._files, self.engine, progress)
+        report, damaged = verify_blocks(self._catalog, self._files, self.engine, progress)
+        if repair and len(damaged):
+            try:
+                deadline = time.monotonic() + _ADMINISTRATION_SECONDS
+                report.repaired = self.evictor.remove(self.namespace, damaged, deadline).blocks
+            except (NoSpace, OSError) as error:
+                raise StoreError(f"verify --repair: cannot be recorded: {error}") from error
+        return report
+
+    def _refuse_read_only(self, what: str) -> None:
+        if self.root.read_only_because:
+            raise StoreError(
+                f"{what}: the store at {self.root.path} is read-only ({self.root.read_only_because})"
+            )
 
     def clear(self) -> int:
         """Delete the segments of this namespace, of all writers; the number of blocks that went.
@@ -263,10 +404,7 @@ class PosixStore:
         Touches nothing else (invariant I7). Loads under way finish with correct bytes; dumps under way
         may be lost. Raises `StoreError` when the store is read-only.
         """
-        if self.root.read_only_because:
-            raise StoreError(
-                f"clear: the store at {self.root.path} is read-only ({self.root.read_only_because})"
-            )
+        self._refuse_read_only("clear")
         self._catalog.refresh(max_age=0, budget=float("inf"))
         blocks = len(self._catalog.index)
         self._writer.close()
@@ -296,10 +434,17 @@ class PosixStore:
     def close(self) -> None:
         """Let go of files and threads. Not needed for correctness (invariant I9). Idempotent."""
         if os.getpid() == self._pid:
-            self._tasks.shutdown(wait=True)
+            if self._keeper is not None:
+                self._keeper.close(timeout=1.0)
+            for pool in (self._loads, self._dumps):
+                pool.shutdown(wait=True)
             self.engine.close()
         self._writer.close()
+        self.evictor.close()
         self._files.close()
+        served, self._served = self._served, None
+        if served is not None:
+            close_quietly(self._calls, served)
 
     def __enter__(self) -> PosixStore:
         return self
@@ -312,16 +457,3 @@ def _positive(kind: type, **settings: float | None) -> None:
     for name, value in settings.items():
         if value is not None and not (isinstance(value, int | kind) and 0 < value < float("inf")):
             raise StoreError(f"{name} = {value!r}: must be a {kind.__name__} of more than 0")
-
-
-def _matrix(addresses: np.ndarray, sizes: int | np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    matrix = np.asarray(addresses, np.int64)
-    if matrix.ndim == 1:
-        matrix = matrix.reshape(-1, 1)
-    if matrix.ndim != 2 or len(matrix) != count:
-        raise ValueError(
-            f"addresses of shape {matrix.shape} for {count} blocks; (blocks, components) is expected"
-        )
-    if matrix.size and matrix.min() <= 0:
-        raise ValueError("an address is not positive")
-    return matrix, component_sizes(sizes, matrix)

@@ -67,6 +67,10 @@ class Syscalls:
     def fadvise(self, fd: int, offset: int, length: int, advice: int) -> None:
         os.posix_fadvise(fd, offset, length, advice)
 
+    def seek_hole(self, fd: int, offset: int) -> int:
+        """Where the first hole at or behind `offset` begins; the end of the file counts as one."""
+        return os.lseek(fd, offset, os.SEEK_HOLE)
+
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
@@ -87,6 +91,9 @@ class Syscalls:
 
     def mkdir(self, path: str) -> None:
         os.mkdir(path)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
 
     def makedirs(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)

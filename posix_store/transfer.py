@@ -36,6 +36,8 @@ class Transfer:
     """uint8 (n,): a `Reason` for each block, set by the engine."""
     crc: np.ndarray
     """uint32 (n,): CRC-32C of each block. Reading: what is expected. Writing: set by the engine."""
+    error: OSError | None = None
+    """The first error that the file system returned, for people; set by the engine."""
 
 
 def component_sizes(sizes: int | np.ndarray, addresses: np.ndarray) -> np.ndarray:
@@ -54,6 +56,22 @@ def component_sizes(sizes: int | np.ndarray, addresses: np.ndarray) -> np.ndarra
     if array.sum() > MAX_BLOCK_BYTES:
         raise ValueError(f"a block is at most {MAX_BLOCK_BYTES} bytes")
     return array
+
+
+def address_matrix(
+    addresses: np.ndarray, sizes: int | np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses as int64 (count, k) and component sizes as int64 (k,). Raises `ValueError`."""
+    matrix = np.asarray(addresses, np.int64)
+    if matrix.ndim == 1:
+        matrix = matrix.reshape(-1, 1)
+    if matrix.ndim != 2 or len(matrix) != count:
+        raise ValueError(
+            f"addresses of shape {matrix.shape} for {count} blocks; (blocks, components) is expected"
+        )
+    if matrix.size and matrix.min() <= 0:
+        raise ValueError("an address is not positive")
+    return matrix, component_sizes(sizes, matrix)
 
 
 def plan(

@@ -12,21 +12,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from posix_store.capacity import NoSpace, SpaceKeeper
+from posix_store.capacity import LOCK_TIMEOUT, NoSpace, SpaceKeeper
 from posix_store.catalog import Catalog
+from posix_store.errors import Reason
 from posix_store.open_segment import OpenSegment, create_segment
 from posix_store.root import StoreRoot
 from posix_store.segment import (
-    EVICT,
     EXTENT_ALIGNMENT,
     MAX_BATCH_RECORDS,
-    RECORD,
     RECORD_BYTES,
     SEGMENT_HEADER_BYTES,
     SegmentName,
@@ -37,7 +36,12 @@ from posix_store.segment import (
 logger = logging.getLogger(__name__)
 
 _NEW_SEGMENT_BYTES = 4 * EXTENT_ALIGNMENT
-"""Allocated before the first extent: a directory, NAMESPACE.json, and the two headers."""
+"""Allocated before the first extent: a directory and NAMESPACE.json, if new, and the two headers."""
+_MAX_JOURNAL_BYTES = 64 << 20
+"""A journal that has grown beyond this, by evictions and uses, is sealed, so that it can be compacted."""
+_SEGMENTS_IN_CAPACITY = 16
+"""Segments are no larger than this share of the capacity: a segment may have to be evicted whole."""
+_LEAST_SEGMENT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,21 @@ class SegmentWriter:
     Nothing is created before the first reservation, so a process that only looks up never writes.
 
     Args:
+        identity: written to NAMESPACE.json; None leaves that file alone.
         catalog: told of new segments and of what is published.
         segment_bytes: a segment is closed and a new one begun when it would grow beyond this.
+        on_create: called when the namespace's directory is sure to be there.
     """
 
     def __init__(
         self,
         root: StoreRoot,
         namespace: str,
-        identity: Mapping[str, Any],
+        identity: Mapping[str, Any] | None,
         space: SpaceKeeper,
         catalog: Catalog,
         segment_bytes: int,
+        on_create: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
         self._calls = root.syscalls
@@ -79,34 +86,46 @@ class SegmentWriter:
         self._space = space
         self._catalog = catalog
         self._segment_bytes = segment_bytes
+        self._on_create = on_create
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
         self._pid = os.getpid()
         self._writer = new_writer_name()
         self._seq = 0
         self._current: OpenSegment | None = None
-        self._evictions: list[tuple[bytes, bytes, int]] = []
+        self._ended: list[tuple[OpenSegment, int, Extent | None]] = []
+        self._noted_lock = threading.Lock()
+        self._noted: list[np.ndarray] = []
+
+    @property
+    def current(self) -> SegmentName | None:
+        """The segment that takes extents now."""
+        segment = self._current
+        return segment.info.name if segment is not None else None
+
+    @property
+    def noted_records(self) -> int:
+        """Records that wait for the next append."""
+        return sum(len(records) for records in self._noted)
 
     @contextlib.contextmanager
-    def extent(self, length: int, records: int) -> Iterator[Extent]:
+    def extent(self, length: int, records: int, deadline: float = float("inf")) -> Iterator[Extent]:
         """An extent of `length` bytes for a batch of `records` blocks, for the body of the `with`.
 
-        If the body raises, the extent is given back.
+        If the body raises, the extent is given back. It does not wait for other dumps beyond `deadline`, in
+        `time.monotonic()` seconds.
 
         Raises:
             NoSpace: the batch must go unstored.
             OSError: the file system failed.
         """
         with contextlib.ExitStack() as stack:
-            with self._lock:
+            with self._locked(deadline):
                 self._leave_parents_files()
                 if self._current is None:
                     self._current = self._create()  # which finds out whether space can be preallocated
-            if not self._space.preallocates:
-                # The store lock is then held for the whole dump. Waiting for it with the other lock in hand
-                # would keep the dump that has it from publishing.
-                stack.enter_context(self._one_at_a_time)
-            with self._lock:
+            stack.enter_context(self._alone(deadline))
+            with self._locked(deadline):
                 segment = self._writable(length)
                 promise = records * RECORD_BYTES
                 ends = [
@@ -121,45 +140,104 @@ class SegmentWriter:
             try:
                 yield extent
             except BaseException:
-                self._give_back(extent)
+                self._ended.append((segment, promise, extent))
                 raise
+            else:
+                self._ended.append((segment, promise, None))
             finally:
-                self._release(segment, promise)
+                # When a sick disk holds up whoever has the lock, the next who gets it does this as well.
+                with contextlib.suppress(NoSpace), self._locked(max(deadline, time.monotonic() + 0.1)):
+                    self._settle()
 
-    def publish(self, segment: OpenSegment, records: np.ndarray) -> bool:
+    def publish(self, segment: OpenSegment, records: np.ndarray, deadline: float = float("inf")) -> bool:
         """Append records to a segment's journal: from its return on, everybody can see them.
 
-        False when the segment has been deleted or refused meanwhile: nobody will. Raises `OSError` when the
-        records could not all be written; then none of them will ever be visible.
+        False when the segment has been deleted or refused meanwhile: nobody will.
+
+        Raises:
+            NoSpace: other dumps did not let it have its turn before `deadline`.
+            OSError: the records could not all be written; then none of them will ever be visible.
         """
         # One step for all dumps: shards of a block that are dumped at once must agree on their copy.
-        with self._lock:
-            self._record_evictions(segment)
+        with self._locked(deadline):
+            self._append_noted(segment)
             self._catalog.assign_copies(segment.info, records)
             self._append(segment, records)
             return self._catalog.publish_own(segment.info, records)
 
-    def evict(self, located: list[tuple[bytes, bytes, int]]) -> None:
-        """Record that blocks, given as (id, segment uid, offset), are gone or damaged.
+    def note(self, records: np.ndarray) -> None:
+        """Append EVICT or TOUCH records (`RECORD` array) with what is stored next, or at the next `flush`.
 
-        A process that has stored nothing yet keeps this in mind until it does, so that one that only
-        loads never writes. Best effort, since a block that is found damaged again is a miss again.
+        So a process that only loads never writes. Never waits for the disk. Best effort: of a great many,
+        the oldest are forgotten.
         """
-        with self._lock:
+        with self._noted_lock:
+            self._noted.append(records)
+            while sum(len(each) for each in self._noted) > MAX_BATCH_RECORDS and len(self._noted) > 1:
+                self._noted.pop(0)
+
+    def flush(self) -> None:
+        """Append what was noted, if this process has a segment. Best effort."""
+        if self._noted and self._current is not None:
+            with contextlib.suppress(NoSpace, OSError):
+                self._flush()
+
+    def _flush(self) -> None:
+        now = time.monotonic()  # waits for nobody
+        with self._alone(now), self._locked(now):
             self._leave_parents_files()
-            self._evictions = (self._evictions + located)[-MAX_BATCH_RECORDS:]
             segment = self._current
-            if segment is None or not self._space.preallocates:
+            if segment is None or not self._noted:
                 return
             ends = [(segment.journal, self._journal_end(segment))]
-            with contextlib.suppress(NoSpace, OSError), self._space.reserve(ends):
-                self._record_evictions(segment)
+            with self._space.reserve(ends, urgent=True):
+                self._append_noted(segment)
+
+    def record(self, records: np.ndarray) -> None:
+        """Append EVICT records now; from its return on, everybody can see them.
+
+        It may use the space that is kept back for this.
+
+        Raises:
+            NoSpace: there is no room for them. OSError: the file system failed. Then nobody will see them.
+        """
+        with self._alone(time.monotonic() + LOCK_TIMEOUT), self._locked(time.monotonic() + LOCK_TIMEOUT):
+            self._leave_parents_files()
+            if self._current is not None and self._current.journal_end > _MAX_JOURNAL_BYTES:
+                self._retire()
+            segment = self._writable(0, urgent=True)
+            ends = [(segment.journal, self._journal_end(segment) + len(records) * RECORD_BYTES)]
+            with self._space.reserve(ends, urgent=True):
+                self._append(segment, records)
+
+    def let_go_of_deleted(self) -> None:
+        """Close files that others have deleted: while they are open, their space is not free."""
+        with contextlib.suppress(NoSpace, OSError), self._locked(time.monotonic()):
+            if self._current is not None and self._current.deleted():
+                self._retire()
+
+    def retire(self) -> None:
+        """Begin another segment with the next dump, so that the current one can be deleted."""
+        with self._locked(time.monotonic() + LOCK_TIMEOUT):
+            self._retire()
 
     def close(self) -> None:
         """Seal the current segment. Not needed for correctness (invariant I9). Idempotent."""
-        with self._lock:
+        with contextlib.suppress(NoSpace), self._locked(time.monotonic() + LOCK_TIMEOUT):
             self._leave_parents_files()
             self._retire()
+
+    @contextlib.contextmanager
+    def _locked(self, deadline: float) -> Iterator[None]:
+        """This writer's lock. Raises `NoSpace` when a sick disk holds up whoever has it for too long."""
+        with _held(self._lock, deadline):
+            self._settle()
+            yield
+
+    def _alone(self, deadline: float) -> contextlib.AbstractContextManager[None]:
+        """Where space cannot be preallocated, the store lock is held for a whole dump. Waiting for that with
+        this writer's lock in hand would keep the dump that has it from publishing."""
+        return contextlib.nullcontext() if self._space.preallocates else _held(self._one_at_a_time, deadline)
 
     # -- callers hold the lock ----------------------------------------------------------------------
 
@@ -168,14 +246,22 @@ class SegmentWriter:
         if self._pid != os.getpid():
             self._pid, self._writer, self._seq, self._current = os.getpid(), new_writer_name(), 0, None
 
-    def _writable(self, length: int) -> OpenSegment:
+    def _writable(self, length: int, urgent: bool = False) -> OpenSegment:
         current = self._current
         if current is not None:
-            full = current.cursor > SEGMENT_HEADER_BYTES and current.cursor + length > self._segment_bytes
-            if full or current.info.dropped or current.deleted():
+            most = min(
+                self._segment_bytes,
+                max(_LEAST_SEGMENT_BYTES, self._root.capacity // _SEGMENTS_IN_CAPACITY),
+            )
+            if current.info.dropped or current.deleted():
                 self._retire()
+            elif current.cursor > SEGMENT_HEADER_BYTES and current.cursor + length > most:
+                # It stays until there is another: evictions, which make room for that, are recorded in it.
+                new = self._create(urgent)
+                self._retire()
+                self._current = new
         if self._current is None:
-            self._current = self._create()
+            self._current = self._create(urgent)
         return self._current
 
     def _journal_end(self, segment: OpenSegment) -> int:
@@ -183,39 +269,51 @@ class SegmentWriter:
         return segment.journal_end + segment.promised + self._waiting_bytes()
 
     def _waiting_bytes(self) -> int:
-        return (len(self._evictions) + 1) * RECORD_BYTES
+        return (self.noted_records + 1) * RECORD_BYTES
 
-    def _give_back(self, extent: Extent) -> None:
-        with self._lock:
-            if extent.segment.cursor == align(extent.offset + extent.length):
-                extent.segment.cursor = extent.offset
-            else:
-                self._space.punch(extent.fd, extent.offset, extent.offset + extent.length)
+    def _settle(self) -> None:
+        """Account for extents whose dumps have ended; those that hold nothing are given back."""
+        while self._ended:
+            segment, promise, unused = self._ended.pop()
+            if unused is not None and segment.cursor == align(unused.offset + unused.length):
+                segment.cursor = unused.offset
+            elif unused is not None:
+                self._space.punch(unused.fd, unused.offset, unused.offset + unused.length)
+            segment.users -= 1
+            segment.promised -= promise
+            if segment is not self._current and segment.users == 0:
+                self._finish(segment)
 
-    def _create(self) -> OpenSegment:
+    def _create(self, urgent: bool = False) -> OpenSegment:
         with self._space.locked():
-            self._space.require(_NEW_SEGMENT_BYTES, divisible=False)
+            known = self._root.has_namespace(self._namespace)
+            needed = _NEW_SEGMENT_BYTES // 2 if known else _NEW_SEGMENT_BYTES
+            self._space.require(needed, divisible=False, urgent=urgent)
             self._root.make_namespace(self._namespace, self._identity)
+            self._on_create()
             name = SegmentName(self._writer, self._seq)
             self._seq += 1
             return create_segment(
-                self._root, self._namespace, name, self._space, self._catalog.add_own, self._waiting_bytes()
-            )
+                self._root, self._namespace, name, self._space, self._catalog.add_own, self._waiting_bytes(),
+                urgent,
+            )  # fmt: skip
 
-    def _record_evictions(self, segment: OpenSegment) -> None:
-        located, self._evictions = self._evictions, []
-        if not located:
+    def _append_noted(self, segment: OpenSegment) -> None:
+        with self._noted_lock:
+            noted, self._noted = self._noted, []
+        if not noted:
             return
-        records = np.zeros(len(located), RECORD)
-        records["kind"] = EVICT
-        records["time"] = int(time.time())
-        records["id"] = [np.void(block) for block, _, _ in located]
-        records["parent"] = [np.void(uid) for _, uid, _ in located]
-        records["offset"] = [offset for _, _, offset in located]
+        records = np.concatenate(noted)
+        # Room was made for what was noted until then; more may have come in the meantime.
+        room = (segment.journal.allocated - segment.journal_end - segment.promised) // RECORD_BYTES - 1
+        if self._space.preallocates and room < len(records):
+            self.note(records[max(0, room) :])
+            records = records[: max(0, room)]
         try:
-            self._append(segment, records)
+            if len(records):
+                self._append(segment, records)
         except OSError as error:
-            logger.warning("cannot record %d damaged blocks in the journal: %s", len(located), error)
+            logger.warning("cannot note %d evictions and uses in the journal: %s", len(records), error)
 
     def _append(self, segment: OpenSegment, records: np.ndarray) -> None:
         try:
@@ -230,13 +328,17 @@ class SegmentWriter:
         if segment is not None and segment.users == 0:
             self._finish(segment)
 
-    def _release(self, segment: OpenSegment, promise: int) -> None:
-        with self._lock:
-            segment.users -= 1
-            segment.promised -= promise
-            if segment is not self._current and segment.users == 0:
-                self._finish(segment)
-
     def _finish(self, segment: OpenSegment) -> None:
         if not segment.finish():
             self._catalog.forget(segment.info.name)
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock, deadline: float) -> Iterator[None]:
+    patience = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+    if not lock.acquire(timeout=patience):
+        raise NoSpace(Reason.TIMEOUT, f"other dumps held it up for {patience:.1f} s")
+    try:
+        yield
+    finally:
+        lock.release()

@@ -2,7 +2,7 @@
 # Environments, lint, types, and every test suite of this project.
 #
 #   scripts/test.sh           everything
-#   scripts/test.sh --core    only what needs no engine
+#   scripts/test.sh --core    only what needs no engine, without the three-minute soak
 #
 # Every stage runs, also after one failed; the last line is the verdict, and so is the exit status.
 # UCM_ENVS_DIR, UCM_PYTHON and UCM_TORCH_INDEX: see scripts/env.sh.
@@ -52,7 +52,8 @@ in_env() {
   PATH="$dir/bin:$PATH" VIRTUAL_ENV="$dir" "${@:2}"
 }
 
-core_suite() { in_env core python -m pytest --durations=10 -m "not sglang and not vllm"; }
+core_suite() { in_env core python -m pytest --durations=10 -m "not sglang and not vllm and not soak"; }
+soak_suite() { in_env core python -m pytest --durations=3 -m soak; }
 sglang_suite() { UCM_REQUIRE_ENGINES=sglang in_env sglang python -m pytest --durations=10 -m sglang; }
 
 if stage env-core env_ensure core; then
@@ -60,8 +61,9 @@ if stage env-core env_ensure core; then
   stage format in_env core ruff format --check .
   stage types in_env core mypy
   stage core core_suite
+  [ "$with_engines" = yes ] && stage soak soak_suite
 else
-  skipped lint format types core
+  skipped lint format types core soak
 fi
 
 if [ "$with_engines" = yes ]; then

@@ -1,17 +1,20 @@
 """Stores for the tests of the command line: small ones, with a process that writes them."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from posix_store import PosixStore
 from ucm_sglang import cli
+from ucm_sglang.identity import KV_POOL, BlockIds
 
 REPOSITORY = Path(__file__).parents[1]
 NAMESPACE = "ab" * 16
@@ -66,6 +69,39 @@ def dump(path: str, count: int = 8, namespace: str = NAMESPACE) -> list[bytes]:
     with PosixStore(path, namespace, identity=IDENTITY, capacity=1 << 28, min_free=0) as store:
         assert store.dump(ids, None, pages).results().all()
     return ids
+
+
+def dump_chain(
+    path: str, keys: list[str], namespace: str = NAMESPACE, identity: dict[str, object] = IDENTITY,
+    before: bytes = bytes(16),
+) -> bytes:  # fmt: skip
+    """Store the pages of a prompt as a server does, each with its parent; their packed ids."""
+    ids = BlockIds(bytes.fromhex(namespace)).of(KV_POOL, keys)
+    pages = [np.full(BLOCK, sum(key.encode()) % 256, np.uint8) for key in keys]
+    with PosixStore(path, namespace, identity=identity, capacity=1 << 28, min_free=0) as store:
+        assert store.dump(ids, None, pages, parents=before + ids[:-16]).results().all()
+    return ids
+
+
+def flip(file: Path, offset: int) -> None:
+    """Damage one bit."""
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 0x10
+    file.write_bytes(data)
+
+
+def report(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
+    """What a command says as JSON."""
+    found, out, err = run(capsys, *argv, "--json")
+    assert (found, err) == (status, ""), out + err
+    return json.loads(out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line in which a command refuses, having printed nothing else."""
+    status, out, err = run(capsys, *argv)
+    assert (status, out) == (2, "") and err.startswith("ucm-sglang: ") and err.count("\n") == 1, err
+    return err
 
 
 def only(path: str, ending: str) -> Path:

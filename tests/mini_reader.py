@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STEM = re.compile(r"(?P<writer>[a-z0-9_.]{1,40}-\d+-(?P<start>[0-9a-f]{1,12})-[0-9a-f]{8})-\d{6}")
-HEADER = struct.Struct("<8sI16s16sQ8xI")
+HEADER = struct.Struct("<8sI16s16sQQI")
 RECORD = struct.Struct("<16s16sQIIHHBBHII")
-PUT, EVICT = 1, 2
+PUT, EVICT, SEAL, TOUCH = 1, 2, 3, 4
+"""Only the first two matter to who reads a store once."""
 FIRST_EXTENT = 4096
 
 
@@ -88,7 +89,7 @@ def header_uid(data: bytes, magic: bytes, namespace: str) -> bytes | None:
     """The uid of a segment or journal, None when the header is not what it must be."""
     if len(data) < HEADER.size:
         return None
-    found, version, uid, digest, _created, crc = HEADER.unpack_from(data)
+    found, version, uid, digest, _created, _generation, crc = HEADER.unpack_from(data)
     right = (magic, 1, bytes.fromhex(namespace), crc32c(data[:60]))
     return uid if (found, version, digest, crc) == right else None
 

@@ -33,7 +33,7 @@ def open_store(root: Path | str, **options: Any) -> PosixStore:
 
     Segments are small, since writers reserve by them, and reserving takes time in memory.
     """
-    options = {"capacity": 64 << 20, "min_free": 0, "segment_bytes": 1 << 20, **options}
+    options = {"capacity": 64 << 20, "min_free": 0, "segment_bytes": 1 << 20, "maintenance": False, **options}
     return PosixStore(str(root), options.pop("namespace", NAMESPACE), **options)
 
 

@@ -1,18 +1,21 @@
-"""`ucm-sglang stats` and `verify`, on real stores, beside processes that write them."""
+"""`ucm-sglang stats` and `verify` (with `--repair`), on real stores, beside processes that write them."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from clikit import BLOCK, IDENTITY, NAMESPACE, dump, environment, live_writer, only, run, tree
+from clikit import BLOCK, IDENTITY, NAMESPACE, dump, environment, flip, live_writer, only, run, tree
 
 from posix_store import PosixStore
 from posix_store.catalog import Catalog
 from posix_store.root import StoreRoot, encode_settings
 from posix_store.segment import EXTENT_ALIGNMENT, FORMAT_VERSION, RECORD_BYTES
+from posix_store.syscalls import Syscalls
 from ucm_sglang import cli
 from ucm_sglang.cli.stats import identity_cells
 
@@ -131,12 +134,6 @@ def test_stats_after_the_writer_was_killed(path, capsys):
 # -- verify ---------------------------------------------------------------------------------------------
 
 
-def flip(file: Path, offset: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 0x10
-    file.write_bytes(data)
-
-
 def test_verify_of_a_clean_store(stored, capsys):
     status, out, err = run(capsys, "verify", stored)
     assert (status, err) == (0, "")
@@ -215,6 +212,120 @@ def test_verify_refuses_a_namespace_that_is_not_there(stored, capsys, prefix, wo
     assert (status, out) == (2, "") and words in err
 
 
+# -- verify --repair ------------------------------------------------------------------------------------
+
+
+def repair(capsys: pytest.CaptureFixture[str], path: str, status: int = 0) -> dict[str, object]:
+    found, out, err = run(capsys, "verify", path, "--repair", "--json")
+    assert found == status, out + err
+    return json.loads(out)["namespaces"][0]
+
+
+def test_repair_lets_go_of_damaged_blocks_beside_a_process_that_writes(stored, capsys):
+    """Issue 3: they are gone, so that they are stored again; the good ones and the server stay."""
+    file = only(stored, ".seg")
+    for block in (2, 5):
+        flip(file, EXTENT_ALIGNMENT + block * BLOCK + 77)
+    allocated = file.stat().st_blocks * 512
+    with live_writer(stored) as process:
+        found = repair(capsys, stored)
+        assert found["damaged_blocks"] == {"checksum": 2} and found["repaired_blocks"] == 2
+        assert run(capsys, "verify", stored)[0] == 0
+        assert process.poll() is None
+    assert process.returncode == 0
+    assert file.stat().st_blocks * 512 == allocated - 2 * BLOCK
+    assert StoreRoot(stored, create=False).read_identity(NAMESPACE) == IDENTITY
+    ids = dump(stored)
+    with PosixStore(stored, NAMESPACE, writable=False) as store:
+        pages = [np.empty(BLOCK, np.uint8) for _ in ids]
+        assert store.load(ids, None, pages).results().all()
+        assert [page[0] for page in pages] == list(range(8))
+
+
+def test_repair_of_a_clean_store_changes_nothing(stored, capsys):
+    before = {path: seen for path, seen in tree(stored).items() if path.endswith((".seg", ".idx"))}
+    found = repair(capsys, stored)
+    assert (found["ok"], found["repaired_blocks"], found["deleted_segments"]) == (True, 0, 0)
+    assert {path: seen for path, seen in tree(stored).items() if path.endswith((".seg", ".idx"))} == before
+
+
+@pytest.mark.parametrize("damage", [zeroed_segment, flipped_journal_header])
+def test_repair_deletes_a_segment_of_which_nothing_can_be_read(stored, capsys, damage):
+    damage(stored)
+    found = repair(capsys, stored)
+    assert found["deleted_segments"] == 1 and found["freed_segment_bytes"] >= 8 * BLOCK
+    assert not list(Path(stored, NAMESPACE).glob("*.seg"))
+    assert run(capsys, "verify", stored)[1].splitlines()[-1].startswith("clean: 0 blocks")
+
+
+@pytest.mark.parametrize(("damage", "left"), [(truncated_segment, 5), (flipped_journal_record, 7)])
+@pytest.mark.parametrize("killed", [False, True], ids=["sealed", "killed"])
+def test_repair_rewrites_journals_that_are_damaged_in_part(stored, capsys, damage, left, killed):
+    """What can be read stays, and `verify` is content afterwards."""
+    if killed:  # as if the writer had not lived to seal its journal
+        os.truncate(only(stored, ".idx"), only(stored, ".idx").stat().st_size - RECORD_BYTES)
+    damage(stored)
+    found = repair(capsys, stored)
+    assert (found["ok"], found["rewritten_journals"], found["unrepaired"]) == (False, 1, 0)
+    status, out, _ = run(capsys, "verify", stored)
+    assert status == 0 and out.splitlines()[-1].startswith(f"clean: {left} blocks")
+
+
+def test_repair_leaves_segments_that_a_living_process_writes(path, capsys):
+    """Its journal can be damaged while it writes; the files are its own until it has died."""
+    with live_writer(path) as process:
+        file = only(path, ".idx")
+        with file.open("r+b") as journal:
+            journal.seek(20)
+            journal.write(b"\xff")
+        found = repair(capsys, path, status=1)
+        assert (found["deleted_segments"], found["unrepaired"]) == (0, 1)
+        assert file.exists() and process.poll() is None
+        process.kill()
+        process.wait(30)
+        assert repair(capsys, path)["deleted_segments"] == 1
+    assert not file.exists()
+
+
+def test_repair_leaves_segments_of_a_newer_version_and_of_other_machines(stored, capsys):
+    """What this version or this machine cannot judge is not deleted."""
+    file = only(stored, ".idx")
+    data = bytearray(file.read_bytes())
+    data[8] = FORMAT_VERSION + 1
+    file.write_bytes(data)
+    newer = repair(capsys, stored, status=1)
+    assert (newer["deleted_segments"], newer["unrepaired"]) == (0, 1)
+    data[8] = FORMAT_VERSION
+    data[20] ^= 1
+    file.write_bytes(data)
+    for old in (file, only(stored, ".seg")):
+        old.rename(old.with_name("elsewhere-" + old.name.split("-", 1)[1]))
+    assert repair(capsys, stored, status=1)["unrepaired"] == 1
+    for old in (only(stored, ".idx"), only(stored, ".seg")):
+        os.utime(old, (0, 0))
+    assert repair(capsys, stored)["deleted_segments"] == 1
+
+
+def test_repair_keeps_blocks_that_an_error_of_the_disk_hides(stored, capsys, monkeypatch):
+    """They may be good: EIO says nothing of the bytes."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Syscalls, "preadv", fail)
+        found = repair(capsys, stored, status=1)
+    assert found["damaged_blocks"] == {"io_error": 8} and found["unrepaired"] == 8
+    assert run(capsys, "verify", stored)[1].splitlines()[-1].startswith("clean: 8 blocks")
+
+
+def test_what_repair_did_is_said(stored, capsys):
+    flip(only(stored, ".seg"), EXTENT_ALIGNMENT)
+    status, out, _ = run(capsys, "verify", stored, "--repair")
+    assert status == 0 and "1 damaged blocks recorded as gone" in out
+    assert out.splitlines()[-1].startswith("REPAIRED: 8 blocks")
+
+
 # -- errors ---------------------------------------------------------------------------------------------
 
 
@@ -236,7 +347,24 @@ def newer(path: str) -> None:
     Path(path, "STORE.json").write_bytes(encode_settings(FORMAT_VERSION + 1, 1 << 30, 0))
 
 
-@pytest.mark.parametrize("name", ["stats", "verify"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["stats"],
+        ["verify"],
+        ["verify", "--repair"],
+        ["du"],
+        ["inspect"],
+        ["inspect", "--key", "k"],
+        ["doctor"],
+        ["pins"],
+        ["pin", "--key", "k"],
+        ["unpin", "--all"],
+        ["evict", "--bytes", "1"],
+        ["clear", "--all", "--yes"],
+    ],
+    ids=" ".join,
+)
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
@@ -247,18 +375,18 @@ def newer(path: str) -> None:
         (newer, "upgrade ucm-sglang"),
     ],
 )
-def test_what_is_no_store_is_said_in_one_line_with_status_2(path, capsys, name, prepare, words):
+def test_what_is_no_store_is_said_in_one_line_with_status_2(path, capsys, command, prepare, words):
     """Must-hold 4: missing, a file, foreign, of a newer format. Nothing is made there either."""
     prepare(path)
     before = tree(os.path.dirname(path))
-    status, out, err = run(capsys, name, path)
+    status, out, err = run(capsys, command[0], path, *command[1:])
     assert (status, out) == (2, "")
     assert err.startswith("ucm-sglang: ") and err.count("\n") == 1 and words in err
     assert tree(os.path.dirname(path)) == before
 
 
 def test_an_interrupt_ends_without_a_traceback(stored, capsys, monkeypatch):
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(PosixStore, "verify", interrupted)

@@ -25,6 +25,7 @@ from storekit import (
 
 import posix_store.capacity as capacity_module
 from posix_store import PosixStore, Reason
+from posix_store.pins import write_pins
 
 
 @pytest.fixture
@@ -35,9 +36,14 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture
 def lone_page(root: Path) -> int:
-    """A store that holds one block and has no open segment; the bytes allocated to it."""
+    """A store that holds one block, which is pinned, and has no open segment; the bytes allocated to it."""
+    return make_lone_page(root)
+
+
+def make_lone_page(root: Path) -> int:
     with open_store(root) as store:
         dump(store, ids_of(99, 1), 4096)
+        write_pins(store.root, store.namespace, ids_of(99, 1))
     return allocated(root)
 
 
@@ -66,8 +72,12 @@ def test_dumps_at_once_near_a_full_store(root: Path, lone_page: int, headroom: i
             status = np.array(list(pool.map(lambda ids: dump(store, ids, length), batches)))
         assert allocated(root) <= limit
         assert (status == Reason.OK).any() and set(np.unique(status)) <= {Reason.OK, Reason.FULL}
-        for ids, outcome in zip(batches, status, strict=True):
-            assert (store.lookup(ids) == (outcome == Reason.OK)).all()
+        found = np.array([store.lookup(ids) for ids in batches])
+        assert not found[status != Reason.OK].any()
+        lost = int((status == Reason.OK).sum() - found.sum())
+        assert lost <= store.evictor.total.blocks, "stored, and gone without having been evicted"
+        assert found.sum() >= count and store.verify().ok
+        assert store.lookup(ids_of(99, 1)).all(), "it is pinned"
     assert allocated(root) <= limit
 
 
@@ -94,11 +104,15 @@ def test_shards_that_are_dumped_at_once_make_whole_blocks(root: Path, shards: in
 
 
 def test_no_room_for_a_segment(root: Path, lone_page: int) -> None:
-    """I11: where not even a segment fits, a batch of many blocks is tried a few times, not once per block."""
+    """I11: where not even a segment fits, a batch of many blocks is tried a few times, not once per block.
+
+    And nothing of what is there is lost by trying.
+    """
     calls = FaultySyscalls()
     with open_store(root, capacity=lone_page + (16 << 10) - 1, syscalls=calls) as store:
         assert (dump(store, ids_of(1, 5000), 64) == Reason.FULL).all()
-        assert calls.counts["statvfs"] <= 10
+        assert calls.counts["statvfs"] <= 20
+        assert store.lookup(ids_of(99, 1)).all()
         assert store.counters.snapshot()["unstored"] == {"full": 5000}
 
 
@@ -109,8 +123,7 @@ def test_a_batch_that_is_a_little_too_large(root: Path, lone_page: int, missing:
     Of the blocks, the first ones are stored: a prefix is of use, a suffix is not.
     """
     count, length = 4000, 64
-    with open_store(root.parent / "roomy") as store:
-        dump(store, ids_of(99, 1), 4096)
+    make_lone_page(root.parent / "roomy")
     with open_store(root.parent / "roomy") as store:
         dump(store, ids_of(1, count), length)
     limit = allocated(root.parent / "roomy") - missing
@@ -119,10 +132,12 @@ def test_a_batch_that_is_a_little_too_large(root: Path, lone_page: int, missing:
         status = dump(store, ids_of(1, count), length)
         stored = int((status == Reason.OK).sum())
         assert (status[:stored] == Reason.OK).all() and (status[stored:] == Reason.FULL).all()
-        # What is missing costs blocks, rounded up to a page each of the segment and of the journal.
-        assert 0 < count - stored <= (missing + 2 * 4096) // length
-        assert calls.counts["statvfs"] <= 10
+        # What is missing costs blocks, rounded up to a page each of the segment and of the journal; and some
+        # space is kept back, so that evictions can be recorded.
+        assert 0 < count - stored <= (missing + store._space.kept_back + 2 * 4096) // length
+        assert calls.counts["statvfs"] <= 30
         assert allocated(root) <= limit
+        assert store.lookup(ids_of(99, 1)).all() and store.verify().ok
 
 
 def test_a_batch_that_is_much_too_large(root: Path, lone_page: int) -> None:
@@ -143,8 +158,9 @@ def test_a_batch_that_shrinks_keeps_to_its_deadline(root: Path, lone_page: int) 
         calls.faults = [Fault(kinds=["statvfs"], times=float("inf"), delay=0.06)]
         calls.counts.clear()
         status = dump(store, ids_of(1, 200), 4096)
-    assert status[0] == Reason.TIMEOUT and status[-1] == Reason.FULL
-    assert calls.counts["statvfs"] == 1
+    assert status[0] == Reason.TIMEOUT and set(status) <= {Reason.TIMEOUT, Reason.FULL}
+    # One for the batch, and those of one attempt to make room: the time for evictions' records and the count.
+    assert calls.counts["statvfs"] <= 4
 
 
 def test_a_store_lock_that_others_hold(

@@ -4,12 +4,13 @@ import json
 import os
 from pathlib import Path
 
+import clikit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from posix_store import PosixStore
+from posix_store.opening import open_store
 from ucm_sglang.config import (
     ConfigError,
     SGLangKeys,
@@ -66,7 +67,8 @@ def test_capacity_is_bytes_whatever_form_it_was_given_in(value, expected):
 WRONG = [
     *[("capacity", v, "500GiB") for v in (True, False, 1.5, float("nan"), -1, 0, "0", "0GiB", "-5GB")],
     *[("capacity", v, "500GiB") for v in ("abc", "", "10 parsecs", "10kbit", "500G", "5%", "1_000", "1e3")],
-    *[("capacity", v, "500GiB") for v in ("٣GB", "1.5", "1.5B", 2**63, "9" * 30, "10EiB", [1], {})],
+    *[("capacity", v, "500GiB") for v in ("٣GB", "1.5", "1.5B", 2**63, "9" * 30, "10EiB", {})],
+    *[("capacity", v, "one size for each path") for v in ([], [1, 2], [[1]], [None], ["1GiB", "x"])],
     *[("min_free", v, "5%") for v in (True, -1, "-1%", "100%", "nan%", "5%%", "%", "abc", None, 0.05)],
     *[("segment_size", v, "1 MiB") for v in (True, 0, (1 << 20) - 1, "1kB", "big", None)],
     *[("io_threads", v, "1 to 64") for v in (True, 0, -1, 65, 2.0, "2", None)],
@@ -75,6 +77,14 @@ WRONG = [
     *[("weights_fingerprint", v, '"auto"') for v in ("", 7, None)],
     *[("tag", v, "200") for v in ("x" * 201, 7, None)],
     *[("path", v, "absolute") for v in ("", " ", "kv", "~/kv", "./kv", "$HOME/kv", "/k\0v", 7, None)],
+    *[("path", v, "absolute") for v in ([], ["/a", "b"], ["/a", 7], [["/a"]], ["/a", ""], {"/a": 1})],
+    *[("policy", v, "lru, fifo") for v in ("LRU", "lfu", "", 1, None)],
+    *[("admission", v, "always, second_touch") for v in ("never", "", True, None)],
+    *[("ttl", v, "more than 0") for v in (True, 0, -1, float("nan"), float("inf"), "1h")],
+    *[("slow_seconds", v, "less than `timeout`") for v in (True, 0, -1, 5, 5.0, float("nan"), "1")],
+    *[("breaker_failures", v, "1 or more") for v in (True, 0, -1, 1.5, "5", None)],
+    *[("breaker_seconds", v, "more than 0") for v in (True, 0, -1, float("inf"), "5", None)],
+    *[("write_queue", v, "1 MiB") for v in (True, 0, 1 << 19, "1kB", "big", None)],
 ]
 
 
@@ -97,6 +107,39 @@ def test_the_refusal_of_a_long_timeout_says_whose_limit_it_is():
 def test_a_relative_path_is_refused_with_the_absolute_one():
     """Two servers started in different directories would otherwise use two stores."""
     assert os.path.abspath("kv") in refusal(path="kv")
+
+
+@pytest.mark.parametrize(
+    ("path", "capacity", "what"),
+    [
+        (["/a", "/b"], "1GiB", "'1GiB': is 1 size for 2 paths"),
+        (["/a", "/b"], ["1GiB"], "['1GiB']: is 1 size for 2 paths"),
+        ("/a", ["1GiB", "2GiB"], "['1GiB', '2GiB']: is 2 sizes for 1 path"),
+        (["/a", "/b"], ["1GiB", "1parsec"], "['1GiB', '1parsec']: '1parsec' is not a size"),
+        (["/a", "/b"], ["1GiB", 0], "['1GiB', 0]: 0 must be more than 0"),
+    ],
+)
+def test_as_many_sizes_as_paths(path, capacity, what):
+    """One size for two devices could mean each or both together: nobody should have to find out which."""
+    message = refusal(path=path, capacity=capacity)
+    assert message.startswith(f"test: capacity = {what}")
+    assert message.endswith("with several paths a list, one size for each path")
+
+
+def test_a_relative_path_in_a_list_is_named():
+    message = refusal(path=["/a", "kv"])
+    assert message.startswith("test: path = ['/a', 'kv']: 'kv' must be absolute, ")
+    assert f"here it would be {os.path.abspath('kv')}; " in message
+
+
+def test_a_slow_transfer_must_end_before_the_batch_does():
+    """What takes `timeout` is given up: a `slow_seconds` of more than that would never be reached."""
+    assert "slow_seconds = 1.5: must be less than timeout = 1.5; give seconds" in refusal(
+        timeout=1.5, slow_seconds=1.5
+    )
+    assert config(timeout=1.5, slow_seconds=1.4).store_arguments()["slow_seconds"] == 1.4
+    assert config().store_arguments()["slow_seconds"] == 2.0
+    assert config(timeout=1.5).store_arguments()["slow_seconds"] == 0.75
 
 
 def test_every_problem_is_in_one_message():
@@ -225,21 +268,79 @@ def test_min_free_as_a_share_is_of_the_file_system_that_the_store_will_be_on(tmp
     assert made_later.min_free_bytes() == pytest.approx(disk.f_blocks * disk.f_frsize * 0.025, abs=1)
 
 
+def test_a_share_is_of_each_file_system(tmp_path: Path):
+    """With several paths, 10 % of a small device is another floor than 10 % of a big one."""
+    paths = [str(tmp_path / "kv"), "/proc/kv"]
+    floors = config(path=paths, min_free="10%").store_arguments()["min_free"]
+    disk = os.statvfs(tmp_path)
+    assert floors == [pytest.approx(disk.f_blocks * disk.f_frsize * 0.1, abs=1), 0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "paths", "capacities"),
+    [
+        ({"path": "/a"}, ("/a",), (None,)),
+        ({"path": ["/a/"]}, ("/a",), (None,)),
+        ({"path": ["/a"], "capacity": ["1GiB"]}, ("/a",), (1 << 30,)),
+        ({"path": "/a", "capacity": "1GiB"}, ("/a",), (1 << 30,)),
+        ({"path": ["/b", "/a/../c"]}, ("/b", "/c"), (None, None)),
+        ({"path": ("/b", "/c"), "capacity": ("1GiB", 7)}, ("/b", "/c"), (1 << 30, 7)),
+    ],
+)
+def test_one_path_or_several(keys, paths, capacities):
+    found = config(**keys)
+    assert (found.paths, found.capacities) == (paths, capacities)
+    arguments = found.store_arguments()
+    assert (arguments["roots"], arguments["capacities"]) == (list(paths), list(capacities))
+
+
+KEYS = {
+    "capacity": "64MiB", "min_free": 0, "segment_size": "2MiB", "io_threads": 1, "timeout": 2,
+    "verify": False, "policy": "fifo", "admission": "second_touch", "ttl": 3600, "slow_seconds": 0.5,
+    "breaker_failures": 3, "breaker_seconds": 4, "write_queue": "8MiB",
+}  # fmt: skip
+
+
 def test_the_store_opens_with_the_arguments_of_the_config(tmp_path: Path):
     """Every key reaches the store: a keyword that the store does not know would be a TypeError here."""
-    keys = {"capacity": "64MiB", "min_free": 0, "segment_size": "2MiB", "io_threads": 1, "timeout": 2}
-    arguments = config(path=str(tmp_path / "kv"), verify=False, **keys).store_arguments()
+    arguments = config(path=str(tmp_path / "kv"), **KEYS).store_arguments()
     assert arguments == {
-        "root": str(tmp_path / "kv"),
-        "capacity": 64 << 20,
-        "min_free": 0,
+        "roots": [str(tmp_path / "kv")],
+        "capacities": [64 << 20],
+        "min_free": [0],
+        "policy": "fifo",
+        "admission": "second_touch",
+        "ttl": 3600.0,
         "segment_bytes": 2 << 20,
         "io_threads": 1,
         "verify": False,
         "timeout": 2.0,
+        "slow_seconds": 0.5,
+        "breaker_failures": 3,
+        "breaker_seconds": 4.0,
+        "write_queue_bytes": 8 << 20,
     }
-    with PosixStore(namespace="0" * 32, **arguments) as store:
+    with open_store(namespace="0" * 32, **arguments) as store:
         assert store.stats().capacity == 64 << 20
+
+
+def test_a_store_on_several_paths_opens_with_the_arguments_of_the_config(tmp_path: Path):
+    paths = [str(tmp_path / name) for name in "ab"]
+    arguments = config(**KEYS | {"path": paths, "capacity": ["64MiB", "32MiB"]}).store_arguments()
+    with open_store(namespace="0" * 32, **arguments) as store:
+        assert store.stats().capacity == 96 << 20
+
+
+def test_init_leaves_a_config_with_several_paths_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It makes one store for one path, and says what the file is for."""
+    file, paths = tmp_path / "c.json", [str(tmp_path / name) for name in "ab"]
+    file.write_text(json.dumps({"path": paths}))
+    status, _, message = clikit.run(capsys, "init", paths[0], "--config", str(file))
+    assert status == 2
+    assert f"{file}: belongs to the store {', '.join(paths)}, not {paths[0]}; name another file" in message
+    assert not os.path.exists(paths[0])
 
 
 # -- files ----------------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from diskkit import evicting_writer
 from faults import CHANGES, WRITES
 from storekit import (
+    allocated,
     assert_no_lock_is_held,
     dump,
     ids_of,
@@ -226,6 +228,38 @@ def test_killed_at_random(root: Path) -> None:
                     survivors.tried(seed, len(reports) // 2 + 3, 2 * COUNT)
             survivors.check()
         survivors.check_reclaimed()
+
+
+def test_killed_while_evicting(root: Path) -> None:
+    """Issue 3, I1, I2, I4: death before single changes of writers that evict their own and others' blocks.
+
+    No block is found whose space was given back, with or without checksums; what was stored last is there;
+    and the next process stores on within the capacity.
+    """
+    capacity = 40 * 4096
+    options = {"capacity": capacity, "segment_bytes": 32 << 10}
+    changing = (*CHANGES, *CREATE, "flock")
+    tried: list[np.ndarray] = []
+    deaths = 0
+    for seed, nth in enumerate([*range(3, 200, 17), *range(200, 320, 9)]):
+        point = Point(nth, changing, after=seed % 3 == 0)
+        with Worker(evicting_writer, str(root), seed, 14, COUNT, LENGTH, point, options) as worker:
+            promised = [report.ids for report in worker.reports() if isinstance(report, Promise)]
+            deaths += worker.process.exitcode == -signal.SIGKILL
+        tried += [batch_ids(seed, batch, COUNT) for batch in range(14)]
+        ids = np.concatenate(tried[-60:])
+        for verify in (True, False):
+            with open_store(root, io_threads=1, verify=verify, **options) as store:
+                assert allocated(root) <= capacity
+                found = store.lookup(ids)
+                assert (load(store, ids, LENGTH) == np.where(found, Reason.OK, Reason.ABSENT)).all()
+                assert store.verify().ok
+                if promised:
+                    assert store.lookup(promised[-1]).all(), "what was stored last is the last to go"
+                assert (dump(store, ids_of(1_000_000 + 2 * seed + verify, 2), LENGTH) == Reason.OK).all()
+                assert allocated(root) <= capacity
+    assert deaths > 15, "few points were reached"
+    assert_no_lock_is_held(root)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,9 @@ class Life:
         raise NotImplementedError
 
     def open(self) -> PosixStore:
-        store = open_store(self.root, segment_bytes=SEGMENT, io_threads=1, syscalls=self.calls)
+        store = open_store(
+            self.root, segment_bytes=SEGMENT, io_threads=1, breaker_failures=1000, syscalls=self.calls
+        )
         self._stores.append(store)
         return store
 
@@ -136,6 +138,9 @@ class Clearing(Life):
 def aftermath(life: Life, may_lose: bool, may_litter: bool) -> None:
     """What a process without faults finds later: a sound store, with all that was promised, and usable."""
     assert_no_lock_is_held(life.root)
+    for path in (life.root / "EVICT.lock", *life.root.glob("*/SERVED.lock")):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open_store(life.root, segment_bytes=SEGMENT, io_threads=1) as store:
         for (shard, _), blocks in life.promised.items():
             if blocks:
@@ -380,6 +385,7 @@ def test_the_shim_itself(tmp_path: Path, kind: str) -> None:
     calls = FaultySyscalls(Fault(2, [kind], error=errno.EIO))
     path = str(tmp_path / "file")
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"not empty")
     memory = np.arange(64, dtype=np.uint8)
     iov = np.array([[memory.ctypes.data, 64]], np.uint64)
     (tmp_path / "a").mkdir()
@@ -388,7 +394,8 @@ def test_the_shim_itself(tmp_path: Path, kind: str) -> None:
         "open": (path, os.O_RDONLY), "close": (os.dup(fd),), "pread": (fd, 10, 0), "pwrite": (fd, b"abc", 0),
         "preadv": (fd, iov.ctypes.data, 1, 0), "pwritev": (fd, iov.ctypes.data, 1, 0),
         "fallocate": (fd, 0, 0, 4096), "ftruncate": (fd, 0), "fadvise": (fd, 0, 0, os.POSIX_FADV_WILLNEED),
-        "fsync": (fd,), "fstat": (fd,), "stat": (path,), "access": (path, os.R_OK), "statvfs": (path,),
+        "seek_hole": (fd, 0), "fsync": (fd,), "fstat": (fd,), "stat": (path,), "access": (path, os.R_OK),
+        "statvfs": (path,),
         "listdir": (str(tmp_path),), "mkdir": (str(tmp_path / "new"),),
         "makedirs": (str(tmp_path / "d" / "e"),),
         "rmdir": (str(tmp_path / "a"),), "rename": (str(tmp_path / "b"), str(tmp_path / "c")),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,12 +61,20 @@ def places(at: Locations) -> list[Place | None]:
     return [Place(*row) if row[0] >= 0 else None for row in zip(*columns, strict=True)]
 
 
-Shards = tuple[Place, ...]
-"""Where the shards of a block are."""
+@dataclass(frozen=True)
+class Block:
+    """What the dict knows of a block. Times are Unix seconds."""
+
+    shards: tuple[Place, ...]
+    parent: tuple[int, int]
+    stored: float
+    used: float
+
 
 families = st.sampled_from(FAMILIES)
 numbers = st.integers(0, 25)
 sizes = st.sampled_from([3, 700, 1100])
+times = st.integers(0, 50)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -77,27 +86,34 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = Index()
-        self.model: dict[tuple[int, int], Shards] = {}
+        self.model: dict[tuple[int, int], Block] = {}
         self.shards: dict[tuple[int, int], int] = {}
         self.next_offset = 4096
+        self.expired_before = float("-inf")
 
     @initialize(sharded=st.sampled_from([1, 2, 5]))
     def begin(self, sharded: int) -> None:
         self.sharded = sharded
 
-    def _place(self, segment: int, last_shard: int) -> Place:
+    def _place(self, segment: int, length: int, last_shard: int) -> Place:
         """A place in a segment where nothing has been before, as in a file that is only appended to."""
         self.next_offset += 64
         crc = self.next_offset * 2654435761 % 2**32
-        return Place(segment, self.next_offset, self.next_offset % 997 + 1, crc, last_shard)
+        return Place(segment, self.next_offset, length, crc, last_shard)
 
-    def _put(self, ids: list[tuple[int, int]], segment: int, order: np.random.Generator) -> None:
+    def _put(self, ids: list[tuple[int, int]], segment: int, now: float, order: np.random.Generator) -> None:
+        """Put blocks that are `now` to `now + 0.9` seconds old; half of them hang on another."""
         rows = []
-        for block in ids:
+        used_before = {block: known.used for block, known in self.model.items()}
+        for i, block in enumerate(ids):
             count = self.shards.setdefault(block, 1 if block[0] % 2 else self.sharded)
-            where = tuple(self._place(segment, count - 1) for _ in range(count))
-            self.model[block] = where
-            rows += [(block, shard, place) for shard, place in enumerate(where)]
+            length = self.next_offset % 997 + 1  # the shards of a block are of one length
+            where = tuple(self._place(segment, length, count - 1) for _ in range(count))
+            parent = (block[0] ^ 1, block[1] ^ i) if block[1] % 2 else (0, 0)
+            stored = now + i / 1000
+            used = max(stored, used_before.get(block, stored))
+            self.model[block] = Block(where, parent, stored, used)
+            rows += [(block, shard, place, parent, stored) for shard, place in enumerate(where)]
         # Shards of a block may stand in any order; of two puts of one key the later one wins.
         if len(set(ids)) == len(ids):
             order.shuffle(rows)
@@ -106,6 +122,9 @@ class IndexMachine(RuleBasedStateMachine):
                 matrix([row[0] for row in rows]),
                 np.array([row[1] for row in rows], np.uint16),
                 locations([row[2] for row in rows]),
+                matrix([row[3] for row in rows]),
+                np.array([row[4] for row in rows], np.float64),
+                np.array([row[4] for row in rows], np.float64),
             )
         )
 
@@ -113,16 +132,35 @@ class IndexMachine(RuleBasedStateMachine):
         family=families,
         blocks=st.lists(numbers, max_size=12),
         segment=st.integers(0, 4),
+        now=times,
         seed=st.integers(0, 99),
     )
-    def put(self, family: str, blocks: list[int], segment: int, seed: int) -> None:
+    def put(self, family: str, blocks: list[int], segment: int, now: int, seed: int) -> None:
         """New blocks, known blocks elsewhere, and duplicates in one call."""
-        self._put([id_of(family, number) for number in blocks], segment, np.random.default_rng(seed))
+        self._put([id_of(family, number) for number in blocks], segment, now, np.random.default_rng(seed))
 
-    @rule(family=families, count=sizes, segment=st.integers(0, 4))
-    def put_many(self, family: str, count: int, segment: int) -> None:
+    @rule(family=families, count=sizes, segment=st.integers(0, 4), now=times)
+    def put_many(self, family: str, count: int, segment: int, now: int) -> None:
         """Enough to make the columns and the table grow."""
-        self._put([id_of(family, number) for number in range(count)], segment, np.random.default_rng(0))
+        self._put([id_of(family, number) for number in range(count)], segment, now, np.random.default_rng(0))
+
+    @rule(family=families, blocks=st.lists(numbers, max_size=12, unique=True), now=times, each=st.booleans())
+    def touch(self, family: str, blocks: list[int], now: int, each: bool) -> None:
+        """A use makes a block younger, never older, and says what it hangs on."""
+        ids = [id_of(family, number) for number in blocks]
+        when = [float(now + (i if each else 0)) for i in range(len(ids))]
+        parents = self.index.touch(matrix(ids), np.array(when) if each else float(now))
+        none = Block((), (0, 0), 0.0, 0.0)
+        assert list(map(tuple, parents.tolist())) == [self.model.get(block, none).parent for block in ids]
+        for block, used in zip(ids, when, strict=True):
+            if block in self.model:
+                known = self.model[block]
+                self.model[block] = replace(known, used=max(known.used, used))
+
+    @rule(before=st.one_of(st.just(float("-inf")), times.map(float)))
+    def expire(self, before: float) -> None:
+        """What was stored before this is not found, and is still there."""
+        self.index.expired_before = self.expired_before = before
 
     @rule(family=families, blocks=st.lists(numbers, max_size=8), shard=st.integers(0, 4), stale=st.booleans())
     def drop(self, family: str, blocks: list[int], shard: int, stale: bool) -> None:
@@ -142,26 +180,32 @@ class IndexMachine(RuleBasedStateMachine):
         blocks=st.lists(numbers, max_size=8),
         shard=st.integers(0, 4),
         segment=st.integers(0, 4),
+        wrong_ids=st.booleans(),
     )
-    def drop_at(self, family: str, blocks: list[int], shard: int, segment: int) -> None:
-        """By place, as an EVICT record names it; it says which places held something."""
-        where = [self._place_of(id_of(family, number), shard) for number in blocks]
-        offsets = [place.offset if place else 1 for place in where]
-        held = {p.offset: b for b, parts in self.model.items() for p in parts if p.segment == segment}
-        known = self.index.drop_at(segment, np.array(offsets, np.int64))
+    def drop_at(self, family: str, blocks: list[int], shard: int, segment: int, wrong_ids: bool) -> None:
+        """By place, whatever ids a damaged EVICT record gives; it says which places held something."""
+        ids = [id_of(family, number) for number in blocks]
+        offsets = [place.offset if (place := self._place_of(block, shard)) else 1 for block in ids]
+        if wrong_ids:  # a damaged record
+            ids = [id_of("random", 1000 + number) for number in blocks]
+        held = {p.offset: b for b, known in self.model.items() for p in known.shards if p.segment == segment}
+        known = self.index.drop_at(segment, matrix(ids), np.array(offsets, np.int64))
         assert known.tolist() == [offset in held for offset in offsets]
         self._forget({held[offset] for offset in offsets if offset in held})
 
     @rule(segment=st.integers(0, 5))
     def drop_segment(self, segment: int) -> None:
         """A block goes when any of its shards was there."""
-        gone = {b for b, parts in self.model.items() if any(p.segment == segment for p in parts)}
+        gone = {b for b, known in self.model.items() if any(p.segment == segment for p in known.shards)}
         assert self.index.drop_segment(segment) == len(gone)
         self._forget(gone)
 
     def _place_of(self, block: tuple[int, int], shard: int) -> Place | None:
-        parts = self.model.get(block, ())
-        return parts[shard] if shard < len(parts) else None
+        shards = self.model[block].shards if block in self.model else ()
+        return shards[shard] if shard < len(shards) else None
+
+    def _is_found(self, block: tuple[int, int]) -> bool:
+        return block in self.model and self.model[block].stored >= self.expired_before
 
     def _forget(self, blocks: set[tuple[int, int]]) -> None:
         for block in blocks:
@@ -170,26 +214,82 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def is_the_dict(self) -> None:
         assert len(self.index) == len(self.model)
-        assert self.index.bytes == sum(p.length for parts in self.model.values() for p in parts)
+        assert self.index.bytes == sum(p.length for known in self.model.values() for p in known.shards)
+        assert self.index.last_use == max((known.used for known in self.model.values()), default=-np.inf)
 
     @rule(shard=st.integers(0, 5))
     def finds_what_the_dict_has(self, shard: int) -> None:
         """Present, absent, dropped and neighbouring ids of every family, in one batch each."""
         ids = [id_of(family, number) for family in FAMILIES for number in range(40)]
         ids += list(self.model)
-        assert self.index.contains(matrix(ids)).tolist() == [block in self.model for block in ids]
+        assert self.index.contains(matrix(ids)).tolist() == [self._is_found(block) for block in ids]
         found = places(self.index.locate(matrix(ids), np.full(len(ids), shard, np.uint16)))
-        assert found == [self._place_of(block, shard) for block in ids]
+        assert found == [self._place_of(block, shard) if self._is_found(block) else None for block in ids]
+
+    @rule()
+    def residents_are_the_blocks(self) -> None:
+        """Eviction sees every block once, with all shards together, the expired ones too."""
+        residents, segment = self.index.residents()
+        columns = (residents.parents, residents.stored, residents.used, residents.length, segment)
+        rows = zip(map(tuple, residents.ids.tolist()), *(column.tolist() for column in columns), strict=True)
+        assert {row[0]: (tuple(row[1]), *row[2:]) for row in rows} == {
+            block: (
+                known.parent, known.stored, known.used, sum(p.length for p in known.shards),
+                known.shards[0].segment,
+            )
+            for block, known in self.model.items()
+        }  # fmt: skip
+        assert len(residents) == len(self.model)
+
+    @rule(now=times)
+    def used_since(self, now: int) -> None:
+        ids = [id_of(family, number) for family in FAMILIES for number in range(30)]
+        used = self.index.used_since(matrix(ids), np.full(len(ids), float(now)))
+        assert used.tolist() == [block in self.model and self.model[block].used > now for block in ids]
+
+    @rule(segments=st.sets(st.integers(0, 5)))
+    def ranges_and_counts(self, segments: set[int]) -> None:
+        """What punching keeps: every entry in some segments, in their order."""
+        parts = [p for known in self.model.values() for p in known.shards]
+        ranges = self.index.ranges_in(np.array(sorted(segments), np.int64))
+        assert list(zip(*(column.tolist() for column in ranges), strict=True)) == sorted(
+            (p.segment, p.offset, p.length) for p in parts if p.segment in segments
+        )
+        count, held = self.index.count_by_segment(5)
+        assert count.tolist() == [sum(p.segment == number for p in parts) for number in range(5)]
+        assert held.tolist() == [sum(p.length for p in parts if p.segment == n) for n in range(5)]
+
+    @rule(family=families, blocks=st.lists(numbers, max_size=8, unique=True))
+    def entries_of_some(self, family: str, blocks: list[int]) -> None:
+        """All shards of each block that is there; the rest is left out."""
+        ids = [id_of(family, number) for number in blocks]
+        assert entries_by_key(self.index.entries_of(matrix(ids))) == self._expected(ids)
+
+    def _expected(self, ids: list[tuple[int, int]]) -> dict[tuple[tuple[int, int], int], tuple[Any, ...]]:
+        return {
+            (block, shard): (place, known.parent, known.stored)
+            for block in ids
+            if (known := self.model.get(block))
+            for shard, place in enumerate(known.shards)
+        }
 
     def teardown(self) -> None:
         self.finds_what_the_dict_has(0)
+        self.residents_are_the_blocks()
         entries = self.index.entries()
-        rows = zip(entries.ids.tolist(), entries.shard.tolist(), places(entries.at), strict=True)
-        assert {((a, b), shard): place for (a, b), shard, place in rows} == {
-            (block, shard): place for block, parts in self.model.items() for shard, place in enumerate(parts)
-        }
+        assert entries_by_key(entries) == self._expected(list(self.model))
         order = [(p.segment, p.offset) for p in places(entries.at) if p]
         assert order == sorted(order)
+
+
+def entries_by_key(entries: Entries) -> dict[tuple[tuple[int, int], int], tuple[Any, ...]]:
+    rows = zip(
+        entries.ids.tolist(), entries.shard.tolist(), places(entries.at), entries.parents.tolist(),
+        entries.stored.tolist(), strict=True,
+    )  # fmt: skip
+    found = {((a, b), shard): (at, tuple(parent), stored) for (a, b), shard, at, parent, stored in rows}
+    assert len(found) == len(entries)
+    return found
 
 
 TestIndexMachine = IndexMachine.TestCase
@@ -232,7 +332,18 @@ def entries_of(ids: np.ndarray, segment: int, shards: int = 1) -> Entries:
         np.arange(count, dtype=np.uint32),
         np.full(count, shards - 1, np.uint16),
     )
-    return Entries(np.repeat(ids, shards, axis=0), np.tile(np.arange(shards, dtype=np.uint16), len(ids)), at)
+    return Entries(
+        np.repeat(ids, shards, axis=0),
+        np.tile(np.arange(shards, dtype=np.uint16), len(ids)),
+        at,
+        np.zeros((count, 2), np.uint64),
+        np.full(count, 1000.0 + segment),
+        np.full(count, 1000.0 + segment),
+    )
+
+
+MOST_BYTES = 200
+"""Memory for each block that is not sharded, with all that eviction wants to know of it."""
 
 
 def test_a_million_blocks_fit_in_memory_and_are_found_at_once() -> None:
@@ -252,7 +363,7 @@ def test_a_million_blocks_fit_in_memory_and_are_found_at_once() -> None:
     finally:
         tracemalloc.stop()
     assert len(index) == count
-    assert index.memory_bytes <= 200 * count and held <= 200 * count
+    assert index.memory_bytes <= MOST_BYTES * count and held <= MOST_BYTES * count
     assert abs(held - index.memory_bytes) < count, "memory_bytes tells the truth"
 
     present = ids[random.permutation(count)[:2000]]
@@ -271,14 +382,28 @@ def timed(index: Index, keys: np.ndarray, expected: bool) -> float:
 
 
 def test_memory_of_dropped_blocks_is_used_again() -> None:
-    """A store at its capacity replaces blocks for ever: memory follows what is there, not what ever was."""
-    index, random = Index(), np.random.default_rng(8)
-    for turn in range(12):
-        ids = random.integers(0, 1 << 64, (20_000, 2), np.uint64, endpoint=False)
-        index.put(entries_of(ids, segment=turn))
-        index.drop_segment(turn - 2)
+    """A store at its capacity replaces blocks for ever: memory follows what is there, not what ever was.
+
+    At most 200 bytes a block here too, as Python counts, with the list of rows that are free.
+    """
+    random = np.random.default_rng(8)
+    tracemalloc.start()
+    try:
+        index = Index()
+        for turn in range(12):
+            ids = random.integers(0, 1 << 64, (20_000, 2), np.uint64, endpoint=False)
+            index.put(entries_of(ids, segment=turn))
+            if turn % 2:
+                index.drop_segment(turn - 2)
+            else:
+                gone = index.entries_of(index.residents()[0].ids[index.residents()[1] == turn - 2])
+                index.drop(gone.ids, gone.shard, gone.at)
+        del ids, gone
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert len(index) == 40_000
-    assert index.memory_bytes <= 200 * 40_000
+    assert index.memory_bytes <= MOST_BYTES * 40_000 and held <= MOST_BYTES * 40_000
 
 
 def test_dropping_a_segment_of_sharded_blocks_holds_up_nobody() -> None:

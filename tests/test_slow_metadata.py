@@ -17,6 +17,7 @@ from faults import Fault, FaultySyscalls
 from storekit import NAMESPACE, dump, ids_of, load, memory_directory, open_store, payloads
 
 from posix_store import PosixStore, Reason
+from posix_store.capacity import COUNT_SECONDS, RECLAIM_SECONDS
 from posix_store.catalog import LOOK_SECONDS, Catalog
 from posix_store.root import StoreRoot
 from posix_store.segment import (
@@ -28,6 +29,7 @@ from posix_store.segment import (
     SEGMENT_HEADER_BYTES,
     SEGMENT_MAGIC,
     encode_header,
+    evict_records,
     new_writer_name,
     seal_records,
 )
@@ -93,7 +95,8 @@ def test_dumps_are_bounded(root: Path) -> None:
         calls.faults = [Fault(kinds=["stat", "open"], times=FOREVER, delay=0.02)]
         started = time.monotonic()
         status = dump(store, UNKNOWN, LENGTH)
-        assert time.monotonic() - started < 0.3 + 2 * LOOK_SECONDS
+        # What it may do besides its own work: tidy up for a while, and add up what is allocated.
+        assert time.monotonic() - started < 0.3 + RECLAIM_SECONDS + COUNT_SECONDS + 0.3
         assert set(status) <= {Reason.OK, Reason.TIMEOUT}
         calls.faults = []
         assert (dump(store, UNKNOWN, LENGTH) == Reason.OK).all()
@@ -182,39 +185,52 @@ def test_one_warning_for_each_file_and_error(
         assert store.lookup(ids).all()
 
 
-def forgotten_evictions(store: PosixStore) -> int:
+def remembered_evictions(store: PosixStore) -> int:
     """Evictions that a store keeps in mind for blocks it does not know."""
-    return sum(len(offsets) for offsets in store._catalog._evicted_early.values())
+    catalog = store._catalog
+    early = (*catalog._evicted_early.values(), *catalog._early_before.values())
+    return sum(len(offsets) for offsets in early)
 
 
 def test_evictions_of_a_segment_that_is_gone_are_forgotten(root: Path) -> None:
-    """I11: neither processes that have seen the segment nor a later one carry its evictions for ever."""
+    """I11: neither processes that have seen the segment nor a later one carry its evictions for ever.
+
+    I1: who comes second to a damaged block sees that it was evicted, because the first has recorded that.
+    """
     ids = ids_of(1, 200)
     with open_store(root) as writer:
         dump(writer, ids, LENGTH)
     (segment,) = (root / NAMESPACE).glob("*.seg")
+    uid = np.frombuffer(segment.read_bytes()[12:28], "V16").repeat(len(ids))
     with segment.open("r+b") as file:
         file.seek(SEGMENT_HEADER_BYTES)
         file.write(b"\xff" * len(ids) * LENGTH)
     with open_store(root) as first, open_store(root) as second:
         for number, store in enumerate((first, second)):
             dump(store, ids_of(2 + number, 1), LENGTH)  # so that it has a journal to record evictions in
+        assert (load(first, ids, LENGTH) == Reason.CHECKSUM).all()
+        assert (load(second, ids, LENGTH) == Reason.EVICTED).all()
+        assert not first.lookup(ids).any() and not second.lookup(ids).any()
+        offsets = SEGMENT_HEADER_BYTES + np.arange(len(ids)) * LENGTH
+        for store in (first, second):  # as if both had found the damage at the same moment
+            store._writer.record(evict_records(ids.view(np.uint64), uid, offsets, time.time()))
+        pass_the_throttle()
         for store in (first, second):
-            assert (load(store, ids, LENGTH) == Reason.CHECKSUM).all()
-        for gone in (False, True):
+            store.lookup(UNKNOWN)
+            assert remembered_evictions(store) == len(ids), "evictions of blocks that are forgotten already"
+        segment.unlink()
+        segment.with_suffix(".idx").unlink()
+        for _ in range(2):
             pass_the_throttle()
-            for store in (first, second):  # the first time, evictions of blocks that are forgotten already
+            for store in (first, second):
                 store.lookup(UNKNOWN)
-            if not gone:
-                segment.unlink()
-                segment.with_suffix(".idx").unlink()
-        assert [forgotten_evictions(store) for store in (first, second)] == [0, 0]
+        assert [remembered_evictions(store) for store in (first, second)] == [0, 0]
     with open_store(root) as fresh:
         assert fresh.stats().blocks == 2
         for _ in range(2):
             pass_the_throttle()
             fresh.lookup(UNKNOWN)
-        assert forgotten_evictions(fresh) == 0
+        assert remembered_evictions(fresh) == 0
 
 
 def test_an_eviction_that_is_read_before_its_block_holds(root: Path) -> None:

@@ -12,12 +12,14 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from faults import CHANGES, Fault, FaultySyscalls
 from storekit import NAMESPACE, contents, dump, ids_of, load, memory_directory, open_store, tree
 from workers import Worker, as_another_user
 
 from posix_store import Reason, StoreError
+from posix_store.pins import write_pins
 
 LENGTH = 5000
 BLOCKS = ids_of(1, 6)
@@ -247,14 +249,15 @@ def test_a_disk_that_is_full_from_the_start(root: Path) -> None:
 
 @as_root
 def test_a_disk_that_fills_up(root: Path) -> None:
-    """Must hold 4, I4: blocks go unstored as `full`, what was stored is served, and space made is used."""
+    """Must hold 4, I4: what cannot fit goes unstored as `full`, pins are served, and space made is used."""
     root.mkdir()
     with mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", at=root):
         where = root / "store"
+        more = ids_of(3, 60)
         with open_store(where) as store:
             assert (dump(store, BLOCKS, LENGTH) == Reason.OK).all()
+            write_pins(store.root, store.namespace, np.concatenate([BLOCKS, more]))
             fill(root / "others")
-            more = ids_of(3, 60)
             status = dump(store, more, LENGTH)
             assert set(status.tolist()) <= {Reason.OK, Reason.FULL} and status[-1] == Reason.FULL
             assert (load(store, BLOCKS, LENGTH) == Reason.OK).all()
@@ -264,6 +267,24 @@ def test_a_disk_that_fills_up(root: Path) -> None:
         with open_store(where) as store:
             assert (dump(store, more, LENGTH) == Reason.OK).all()
             assert (load(store, more, LENGTH) == Reason.OK).all()
+            assert store.verify().ok
+
+
+@as_root
+def test_a_disk_that_others_fill_up(root: Path) -> None:
+    """Must hold 4, I4: on a disk without a free page the store makes room for new blocks of its own."""
+    root.mkdir()
+    with mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", at=root):
+        with open_store(root / "store", segment_bytes=64 << 10) as store:
+            for seed in range(10, 20):
+                assert (dump(store, ids_of(seed, 8), LENGTH) == Reason.OK).all()
+            fill(root / "others")
+            for seed in range(20, 30):
+                assert (dump(store, ids_of(seed, 8), LENGTH) == Reason.OK).all()
+                assert (load(store, ids_of(seed, 8), LENGTH) == Reason.OK).all()
+            assert store.verify().ok
+        with open_store(root / "store") as store:
+            assert (load(store, ids_of(29, 8), LENGTH) == Reason.OK).all()
             assert store.verify().ok
 
 

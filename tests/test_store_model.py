@@ -1,7 +1,8 @@
 """Several instances of the store on one directory, as if processes, against the reference in memory.
 
-Must hold 5 and 6, invariants I1 and I2: whatever the order of dumps, shards, clears, restarts and kills, no
-wrong byte is ever returned, and what was reported stored and not cleared is loaded by every instance.
+Must hold 5 and 6, invariants I1 and I2: whatever the order of dumps, shards, clears, evictions, restarts and
+kills, no wrong byte is ever returned, and what was reported stored and neither cleared nor evicted is loaded
+by every instance. What was evicted is gone for all, and no block leaves before those behind it in its chain.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ from hypothesis.stateful import (
 from memory_store import MemoryDisk, MemoryStore
 from store_contract import make_id, payload
 
-from posix_store import PosixStore, Reason, StoreError, Syscalls
+from posix_store import PosixStore, Reason, StoreError, Syscalls, compaction
 
 NAMESPACE = "fedcba9876543210" * 2
 WITHIN = 0.1
@@ -37,6 +39,8 @@ WITHIN = 0.1
 SHARDS = {name: (1, 1, 2, 3)[name % 4] for name in range(16)}
 """Blocks by name, and the number of shards of each."""
 LENGTHS = {name: (100, 5000)[name % 2] for name in SHARDS}
+PARENTS = {name: name - 1 for name in SHARDS if name % 8}
+"""Two chains of eight blocks."""
 
 names = st.sampled_from(sorted(SHARDS))
 
@@ -74,7 +78,7 @@ class Process:
     generation: int
     writable: bool
     may_be_stale: bool = False
-    """Another instance has cleared since this one looked: it may take for stored what is gone."""
+    """Another instance has cleared or evicted since this one looked: it may take for stored what is gone."""
 
 
 @dataclass
@@ -100,6 +104,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.versions = Versions()
         self.running: list[Process] = []
         self.generation = 0
+        # Journals are rewritten however small they are.
+        self.patch = mock.patch.object(compaction, "LEAST_BYTES", 0)
+        self.patch.start()
 
     def teardown(self) -> None:
         try:
@@ -109,6 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
         finally:
             for process in self.running:
                 process.store.close()
+            self.patch.stop()
             shutil.rmtree(self.top)
 
     # -- life of processes --------------------------------------------------------------------------
@@ -122,12 +130,14 @@ class StoreMachine(RuleBasedStateMachine):
         return self._start(writable)
 
     def _start(self, writable: bool) -> Process:
+        """Every other one does not compare checksums: it must not take a hole for a block."""
         calls = MortalSyscalls()
+        self.generation += 1
         store = PosixStore(
             str(self.top / "store"), NAMESPACE, capacity=64 << 20, min_free=0, segment_bytes=32 << 10,
-            io_threads=1, timeout=60, writable=writable, syscalls=calls,
+            io_threads=1, timeout=60, maintenance=False, verify=self.generation % 2 == 0, writable=writable,
+            syscalls=calls,
         )  # fmt: skip
-        self.generation += 1
         process = Process(store, calls, MemoryStore(self.disk), self.generation, writable)
         self.running.append(process)
         return process
@@ -173,7 +183,10 @@ class StoreMachine(RuleBasedStateMachine):
     def _dump(self, process: Process, rows: list[tuple[int, int]], n_shards: int) -> None:
         ids, shards = [make_id(name) for name, _ in rows], [shard for _, shard in rows]
         data = [self.versions.make(name, shard, process.generation) for name, shard in rows]
-        status = process.store.dump(ids, shards, data, n_shards=n_shards, background=False).status()
+        parents = [make_id(PARENTS[name]) if name in PARENTS else bytes(16) for name, _ in rows]
+        status = process.store.dump(
+            ids, shards, data, n_shards=n_shards, parents=parents, background=False
+        ).status()
         if not process.writable:
             known = process.store.lookup(ids).tolist()
             assert status.tolist() == [Reason.OK if hit else Reason.READ_ONLY for hit in known]
@@ -251,6 +264,42 @@ class StoreMachine(RuleBasedStateMachine):
                 other.may_be_stale = True
                 other.reference = MemoryStore(self.disk)
         assert not process.store.lookup([make_id(name) for name in SHARDS]).any()
+
+    # -- evictions ----------------------------------------------------------------------------------
+
+    @rule(process=processes, amount=st.sampled_from([1, 6000, 20_000, 1 << 30]))
+    def evict(self, process: Process, amount: int) -> None:
+        """What goes is gone for all, whoever stored it; and nothing goes that something else hangs on."""
+        if not process.writable:
+            return
+        self._look(process)
+        before = self._found_by(process)
+        report = process.store.evictor.evict(amount, time.monotonic() + 60)
+        left = self._found_by(process)
+        assert left <= before and report.blocks == len(before - left)
+        assert amount < 1 << 30 or not left
+        cut = {name for name in left if PARENTS.get(name) in before - left}
+        assert not cut, f"{cut} hang on blocks that were evicted"
+        self._gone(process, before - left)
+
+    @rule(process=processes)
+    def tidy(self, process: Process) -> None:
+        """Garbage is collected, segments are deleted, journals are rewritten: no block is lost by it."""
+        if process.writable:
+            self._look(process)
+            before = self._found_by(process)
+            process.store.evictor.tidy(time.monotonic() + 60)
+            assert self._found_by(process) == before
+
+    def _found_by(self, process: Process) -> set[int]:
+        found = process.store.lookup([make_id(name) for name in SHARDS]).tolist()
+        return {name for name, hit in zip(SHARDS, found, strict=True) if hit}
+
+    def _gone(self, process: Process, gone: set[int]) -> None:
+        for name in gone:
+            self.disk.blocks.pop(make_id(name), None)
+        for other in self.running:
+            other.may_be_stale |= other is not process and bool(gone)
 
     # -- what must be there -------------------------------------------------------------------------
 

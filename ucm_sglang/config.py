@@ -10,8 +10,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
-import reprlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,17 +17,39 @@ from typing import Annotated, Any, Literal, Self, TypedDict, TypeVar
 
 import tomli_w
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
+
+from posix_store.admission import ADMISSIONS
+from posix_store.policies import POLICIES
+from ucm_sglang.config_values import (
+    MAX_BYTES,
+    less_than_timeout,
+    one_of,
+    parse_capacity,
+    parse_floor,
+    parse_paths,
+    parse_size,
+    parse_switch,
+    shown,
+)
+
+__all__ = [
+    "ConfigError",
+    "Key",
+    "SGLangKeys",
+    "StoreArguments",
+    "StoreConfig",
+    "config_format",
+    "config_table",
+    "encode_config",
+    "load_config_file",
+    "parse_size",
+]
 
 MAX_TIMEOUT = 9.0
 """SGLang gives up waiting for a storage thread after 10 s and then refuses to flush or detach."""
-
-_MAX_BYTES = 2**63 - 1
-_SIZE = re.compile(r"(\d{1,19})(\.\d{1,9})?\s*([kmgtpe]i?b|b)?", re.ASCII | re.IGNORECASE)
-_SHARE = re.compile(r"(\d{1,2}(?:\.\d{1,9})?)\s*%", re.ASCII)
-_BYTES: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -39,15 +59,22 @@ class ConfigError(ValueError):
 
 
 class StoreArguments(TypedDict):
-    """Keyword arguments of `posix_store.PosixStore` that come from the configuration."""
+    """Keyword arguments of `posix_store.opening.open_store` that come from the configuration."""
 
-    root: str
-    capacity: int | None
-    min_free: int | None
+    roots: list[str]
+    capacities: list[int | None]
+    min_free: list[int | None]
+    policy: str
+    admission: str
+    ttl: float | None
     segment_bytes: int
     io_threads: int
     verify: bool
     timeout: float
+    slow_seconds: float
+    breaker_failures: int
+    breaker_seconds: float
+    write_queue_bytes: int
 
 
 @dataclass(frozen=True)
@@ -62,57 +89,11 @@ class Key:
     """The default in words, where the value (None) does not say it."""
 
 
-def parse_size(value: Any) -> Any:
-    """Bytes, from a whole number or from text such as "500GiB", "1.5 TB" or "4096".
-
-    pydantic's `ByteSize` knows the units but is not strict: it takes true for 1, "10kbit" for 1250 and
-    "5 %" for 5. So the form is checked here, and `ByteSize` does the rest. "G" and the like are refused
-    because half the tools mean 10^9 by it and half 2^30.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    whole, fraction, unit = match.groups() if match else ("", None, None)
-    if not match or (fraction and (unit or "b") in "bB"):
-        raise PydanticCustomError("size", "is not a size (units are B, kB, KiB, MB, MiB and so on)")
-    return int(_BYTES.validate_python(match.group())) if unit else int(whole)
-
-
-def _parse_floor(value: Any) -> int | str:
-    if isinstance(value, str) and "%" in value:
-        if not (match := _SHARE.fullmatch(value.strip())):
-            raise PydanticCustomError("share", "is not a share from 0% to less than 100%")
-        return f"{match.group(1)}%"
-    size = parse_size(value)
-    if not 0 <= size <= _MAX_BYTES:
-        raise PydanticCustomError("size", "must be 0 or more")
-    if 0 < size < 1 << 20:
-        raise PydanticCustomError("size", "is less than 1 MiB (a share of the file system needs a % sign)")
-    return int(size)
-
-
-def _parse_path(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise PydanticCustomError("path", "must be the path of a directory")
-    if not os.path.isabs(value):
-        raise PydanticCustomError(
-            "path",
-            "must be absolute, or it depends on where a server is started; here it would be {full}",
-            {"full": os.path.abspath(os.path.expanduser(value))},
-        )
-    return os.path.normpath(value)
-
-
-def _parse_switch(value: Any) -> bool:
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    raise PydanticCustomError("switch", "must be 1, 0, true or false (SGLang takes any text for true)")
-
-
-_Size = Annotated[int, BeforeValidator(parse_size), Field(le=_MAX_BYTES)]
+_Size = Annotated[int, BeforeValidator(parse_size), Field(le=MAX_BYTES)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _SIZE_FIX = 'give whole bytes or a size such as "500GiB" or "1.5TB"'
 _SWITCH_FIX = "give true or false"
+_NAMES_FIX = "give one of {}"
 
 
 class SGLangKeys(BaseModel):
@@ -132,7 +113,7 @@ class SGLangKeys(BaseModel):
     ] = "UcmHiCacheStorage"
     interface_v1: Annotated[
         bool,
-        BeforeValidator(_parse_switch),
+        BeforeValidator(parse_switch),
         Key("0 or 1", "", "Move pages without copies. SGLang's own default is 0; always set 1.", "give 1"),
     ] = False
     hicache_storage_pass_prefix_keys: Annotated[
@@ -180,23 +161,44 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     path: Annotated[
-        str,
-        BeforeValidator(_parse_path),
-        Key("text", "", "Absolute path of the store's directory; made when missing.",
-            'give the absolute path of a directory of its own, such as "/mnt/nvme/kv"'),
+        str | tuple[str, ...],
+        BeforeValidator(parse_paths),
+        Key("text or list", "", "Absolute path of the store's directory, made when missing; or a list of "
+            "several, best each on a device of its own: pages are spread over them by `capacity`.",
+            'give the absolute path of a directory of its own, such as "/mnt/nvme/kv", or a list of such '
+            "paths"),
     ]  # fmt: skip
     capacity: Annotated[
-        Annotated[_Size, Field(gt=0)] | None,
-        Key("size", "bytes", "Most that the whole store may take up on disk, all models and ranks together.",
-            _SIZE_FIX + ", more than 0",
+        int | tuple[int, ...] | None,
+        BeforeValidator(parse_capacity),
+        Key("size or list", "bytes", "Most that the whole store may take up on disk, all models and ranks "
+            "together. With several paths a list: one size for each.",
+            _SIZE_FIX + ", more than 0; with several paths a list, one size for each path",
             "what the store says; a new store: half of the free space"),
     ] = None  # fmt: skip
     min_free: Annotated[
         int | str,
-        BeforeValidator(_parse_floor),
-        Key("size or share", "bytes or %", "What stays free on the file system; a full store stops storing.",
+        BeforeValidator(parse_floor),
+        Key("size or share", "bytes or %", "What stays free on the file system, whatever `capacity` says.",
             'give whole bytes, a size such as "50GiB" or a share of the file system such as "5%"'),
     ] = "5%"  # fmt: skip
+    policy: Annotated[
+        str,
+        one_of(POLICIES),
+        Key("text", "", 'Which pages leave a full store first: "lru", those not used for the longest time; '
+            '"fifo", those stored first.', _NAMES_FIX.format(", ".join(POLICIES))),
+    ] = "lru"  # fmt: skip
+    admission: Annotated[
+        str,
+        one_of(ADMISSIONS),
+        Key("text", "", 'Which new pages are stored: "always", all; "second_touch", those that are computed '
+            "for the second time.", _NAMES_FIX.format(", ".join(ADMISSIONS))),
+    ] = "always"  # fmt: skip
+    ttl: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+        Key("number", "seconds", "Pages stored longer ago than this are not served.",
+            "give seconds, more than 0, or leave it out", "unset"),
+    ] = None  # fmt: skip
     segment_size: Annotated[
         _Size,
         Field(ge=1 << 20),
@@ -220,6 +222,30 @@ class StoreConfig(BaseModel):
             "give seconds, more than 0 and less than 9, because SGLang stops waiting for a storage thread "
             "after 10 s"),
     ] = 5.0  # fmt: skip
+    slow_seconds: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+        AfterValidator(less_than_timeout),
+        Key("number", "seconds", "A transfer that takes longer, at less than 10 MB/s, counts as failed.",
+            "give seconds, more than 0 and less than `timeout`", "2.0, or half of `timeout` if that is less"),
+    ] = None  # fmt: skip
+    breaker_failures: Annotated[
+        int,
+        Field(ge=1),
+        Key("integer", "transfers", "After so many failures in a row a disk is left alone: its pages are "
+            "misses.", "give a whole number, 1 or more"),
+    ] = 5  # fmt: skip
+    breaker_seconds: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False),
+        Key("number", "seconds", "How long it is left alone before one transfer tries it again.",
+            "give seconds, more than 0"),
+    ] = 10.0  # fmt: skip
+    write_queue: Annotated[
+        _Size,
+        Field(ge=1 << 20),
+        Key("size", "bytes", "Most bytes of pages that may be waiting to be written; pages beyond that are "
+            "not stored.", 'give whole bytes or a size, at least 1 MiB, such as "1GiB"', "1GiB"),
+    ] = 1 << 30  # fmt: skip
     weights_fingerprint: Annotated[
         str,
         Field(min_length=1),
@@ -245,7 +271,7 @@ class StoreConfig(BaseModel):
             ConfigError: every wrong key, with its value and the fix.
         """
         if not isinstance(extra, Mapping):
-            raise ConfigError(f"{source}: must be a mapping of keys to values, got {_shown(extra)}")
+            raise ConfigError(f"{source}: must be a mapping of keys to values, got {shown(extra)}")
         engines = {name: value for name, value in extra.items() if name in SGLangKeys.model_fields}
         ours = {name: value for name, value in extra.items() if name not in engines}
         problems: list[str] = []
@@ -257,8 +283,23 @@ class StoreConfig(BaseModel):
             raise ConfigError("\n  ".join([f"{source}: {len(problems)} wrong keys", *problems]))
         return config
 
-    def min_free_bytes(self) -> int | None:
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories of the store, one or several."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
+    def capacities(self) -> tuple[int | None, ...]:
+        """Bytes on disk for each of `paths`; None: what is said there, or the default."""
+        if isinstance(self.capacity, tuple):
+            return self.capacity
+        return (self.capacity,) * len(self.paths)
+
+    def min_free_bytes(self, path: str | None = None) -> int | None:
         """The free-space floor in bytes; None leaves it to the store, whose default is the same 5 %.
+
+        Args:
+            path: one of `paths`, since a share is one of its file system; None: the first.
 
         Raises:
             ConfigError: the floor is a share and the file system cannot be examined.
@@ -267,7 +308,7 @@ class StoreConfig(BaseModel):
             return self.min_free
         if self.min_free == StoreConfig.model_fields["min_free"].default:
             return None
-        existing = self.path
+        existing = path or self.paths[0]
         while not os.path.exists(existing) and existing != os.path.dirname(existing):
             existing = os.path.dirname(existing)
         try:
@@ -279,16 +320,27 @@ class StoreConfig(BaseModel):
             ) from error
         return int(disk.f_blocks * disk.f_frsize * float(self.min_free.rstrip("%")) / 100)
 
+    def slow_seconds_or_default(self) -> float:
+        """`slow_seconds`, or the default, which depends on `timeout`."""
+        return min(2.0, self.timeout / 2) if self.slow_seconds is None else self.slow_seconds
+
     def store_arguments(self) -> StoreArguments:
-        """Keyword arguments for `PosixStore`, which also wants a namespace and its identity."""
+        """Keyword arguments for `open_store`, which also wants a namespace and its identity."""
         return StoreArguments(
-            root=self.path,
-            capacity=self.capacity,
-            min_free=self.min_free_bytes(),
+            roots=list(self.paths),
+            capacities=list(self.capacities),
+            min_free=[self.min_free_bytes(path) for path in self.paths],
+            policy=self.policy,
+            admission=self.admission,
+            ttl=self.ttl,
             segment_bytes=self.segment_size,
             io_threads=self.io_threads,
             verify=self.verify,
             timeout=self.timeout,
+            slow_seconds=self.slow_seconds_or_default(),
+            breaker_failures=self.breaker_failures,
+            breaker_seconds=self.breaker_seconds,
+            write_queue_bytes=self.write_queue,
         )
 
 
@@ -304,12 +356,12 @@ def _problem(model: type[BaseModel], detail: ErrorDetails) -> str:
     """One wrong key: `key = value: what is wrong; the fix`."""
     name = str(detail["loc"][0])
     if detail["type"] in ("extra_forbidden", "invalid_key"):
-        return f"{name} = {_shown(detail['input'])}: unknown key; {_nearest(name)}"
+        return f"{name} = {shown(detail['input'])}: unknown key; {_nearest(name)}"
     fix = _key(model.model_fields[name]).fix
     if detail["type"] == "missing":
         return f"{name}: is missing; {fix}"
     what = detail["msg"].replace("Input should be", "must be").replace("String should have", "must have")
-    return f"{name} = {_shown(detail['input'])}: {what}; {fix}"
+    return f"{name} = {shown(detail['input'])}: {what}; {fix}"
 
 
 def _nearest(name: str) -> str:
@@ -320,12 +372,6 @@ def _nearest(name: str) -> str:
         if close
         else f"the store's keys are {', '.join(StoreConfig.model_fields)}"
     )
-
-
-def _shown(value: Any) -> str:
-    shortened = reprlib.Repr()
-    shortened.maxstring = shortened.maxother = shortened.maxlong = 80
-    return shortened.repr(value)
 
 
 def _key(info: FieldInfo) -> Key:
@@ -359,7 +405,7 @@ def load_config_file(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: is not valid {kind.upper()}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold a mapping of keys to values, got {_shown(values)}")
+        raise ConfigError(f"{path}: must hold a mapping of keys to values, got {shown(values)}")
     return values
 
 

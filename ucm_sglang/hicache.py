@@ -1,4 +1,4 @@
-"""The HiCache storage backend: SGLang's calls, turned into batches of a `PosixStore`.
+"""The HiCache storage backend: SGLang's calls, turned into batches of a store.
 
 SGLang makes one instance on each scheduler rank (`--hicache-storage-backend dynamic`), gives it the host
 pool, and from then on calls it from its storage threads: look-ups, loads and dumps at the same time. No
@@ -17,10 +17,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
-from posix_store import PosixStore
-from posix_store.root import StoreRoot
+from posix_store.abilities import probe
+from posix_store.opening import Store, make_roots, open_store
+from posix_store.striped import StripedStore
 from ucm_sglang.config import ConfigError, StoreConfig
-from ucm_sglang.identity import BlockIds
+from ucm_sglang.identity import KV_POOL, BlockIds
 from ucm_sglang.keyspace import namespace_of
 from ucm_sglang.layout import PoolLayout
 from ucm_sglang.sglang_facts import (
@@ -31,9 +32,10 @@ from ucm_sglang.sglang_facts import (
 
 logger = logging.getLogger(__name__)
 
-KV_POOL = "kv"
 SMALL_COMPONENT_BYTES = 16 << 10
 _LOG_EVERY_SECONDS = 30.0
+_ANCESTORS = 64
+"""Pages before a batch that the store is told of: of several roots, each should have one among them."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,12 +87,12 @@ class UcmHiCacheStorage(HiCacheStorage):
         warn_if_untested()
         weight_updates.watch()
         # Fails now, with a clear message, rather than when the first page is stored.
-        StoreRoot(self.config.path, capacity=self.config.capacity)
+        make_roots(self.config.paths, self.config.capacities)
         self.storage_config = storage_config
         self.errors: dict[str, int] = {}
         """Exceptions that were turned into misses, by method."""
         self._zero_copy = bool(extra.get("interface_v1"))
-        self._store: PosixStore | None = None
+        self._store: Store | None = None
         self._layout: PoolLayout | None = None
         self._ids: BlockIds | None = None
         self._refused_pools: list[str] = []
@@ -110,7 +112,7 @@ class UcmHiCacheStorage(HiCacheStorage):
         facts = read_server_facts(self.storage_config.model_name)
         namespace = namespace_of(self.storage_config, self.config, layout, facts)
         self.close()
-        store = PosixStore(
+        store = open_store(
             namespace=namespace.hexdigest(), identity=namespace.to_dict(), **self.config.store_arguments()
         )
         self._weights_at_attach = weight_updates.count
@@ -127,7 +129,18 @@ class UcmHiCacheStorage(HiCacheStorage):
             store.engine.name, "zero-copy" if self._zero_copy else "generic interface",
             f"; READ-ONLY: {stats.read_only_because}" if stats.read_only_because else "",
         )  # fmt: skip
+        self._report_file_systems(store)
         self._warn_about_settings(layout)
+
+    def _report_file_systems(self, store: Store) -> None:
+        """Try what the file system of each root can do, by writing, reading and deleting a small file."""
+        if not self.storage_config.is_storage_writer:
+            return
+        for part in store.stores if isinstance(store, StripedStore) else (store,):
+            abilities = probe(part.root)
+            logger.info("ucm-sglang: %s is on %s", part.root.path, abilities.describe())
+            for consequence in abilities.consequences():
+                logger.warning("ucm-sglang: %s: %s", part.root.path, consequence)
 
     def _warn_about_settings(self, layout: PoolLayout) -> None:
         if not self._zero_copy:
@@ -260,7 +273,7 @@ class UcmHiCacheStorage(HiCacheStorage):
         """Were the weights replaced since attach? The namespace's pages are not this server's any more."""
         return weight_updates.count != self._weights_at_attach
 
-    def _attached(self) -> tuple[PosixStore, PoolLayout, BlockIds]:
+    def _attached(self) -> tuple[Store, PoolLayout, BlockIds]:
         if self._store is None or self._layout is None or self._ids is None:
             raise RuntimeError("no host pool is registered, or the backend is closed")
         return self._store, self._layout, self._ids
@@ -273,7 +286,10 @@ class UcmHiCacheStorage(HiCacheStorage):
         prefix_keys = getattr(extra_info, "prefix_keys", None)
         before = ids.of(KV_POOL, prefix_keys[-1:]) if prefix_keys else bytes(16)
         parents = before + blocks[:-16]
-        return store.dump_data(blocks, None, addresses, sizes, parents=parents, background=False).results()
+        ancestors = ids.of(KV_POOL, prefix_keys[-_ANCESTORS:]) if prefix_keys else None
+        return store.dump_data(
+            blocks, None, addresses, sizes, parents=parents, ancestors=ancestors, background=False
+        ).results()
 
     def _dump_pages(self, keys: list[str], pages: list[Any], extra_info: Any) -> np.ndarray:
         pages = [page.contiguous() for page in pages]

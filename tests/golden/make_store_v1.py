@@ -1,9 +1,10 @@
-"""Makes tests/golden/store_v1: a store of format 1 that every later version must read.
+"""Makes tests/golden/store_v1 and store_v1_evicted: stores of format 1 that every later version must read.
 
     python tests/golden/make_store_v1.py [DIRECTORY]
 
 Names, uids and times are fixed, so the same bytes come out each time. A format that needs other bytes is a
-new version with a new directory; this one stays.
+new version with a new directory; these stay. The second has what evictions leave behind: holes, records of
+uses, journals that were rewritten, pins, and files that lock.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
+from posix_store.pins import Pin, encode_pins
 from posix_store.root import encode_settings
 from posix_store.segment import (
     EVICT,
@@ -25,6 +27,7 @@ from posix_store.segment import (
     SEAL,
     SEGMENT_HEADER_BYTES,
     SEGMENT_MAGIC,
+    TOUCH,
     align,
     encode_header,
     seal_records,
@@ -34,6 +37,7 @@ NAMESPACE = "00112233445566778899aabbccddeeff"
 TIME = 1_700_000_000
 ALPHA = "alpha.example-101-18bcfe56800-0a0b0c0d"
 BETA = "beta_example-202-18bcfe56be8-1a1b1c1d"
+GAMMA = "gamma-303-18bcfe56c00-2a2b2c2d"
 
 
 def name(number: int) -> bytes:
@@ -53,13 +57,15 @@ class GoldenSegment:
     uid: bytes
     data: bytes = b""
     journal: bytes = b""
+    generation: int = 0
+    """How often the journal was rewritten."""
     offsets: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         digest, created = bytes.fromhex(NAMESPACE), TIME * 10**9
         header = encode_header(SEGMENT_MAGIC, self.uid, digest, created)
         self.data = header.ljust(SEGMENT_HEADER_BYTES, b"\0")
-        self.journal = encode_header(JOURNAL_MAGIC, self.uid, digest, created)
+        self.journal = encode_header(JOURNAL_MAGIC, self.uid, digest, created, self.generation)
 
     def batch(
         self, blocks: list[tuple[int, int, int]], length: int, parents: dict[int, int], copy: int = 0
@@ -85,6 +91,26 @@ class GoldenSegment:
         record["kind"], record["id"], record["parent"] = EVICT, name(number), segment.uid
         record["offset"], record["time"] = segment.offsets[number, shard], TIME + 60
         self.append(record)
+
+    def evictions(self, blocks: list[tuple[int, int, GoldenSegment]]) -> np.ndarray:
+        """Records that blocks (number, shard, segment that holds it) were evicted."""
+        records = np.zeros(len(blocks), RECORD)
+        for record, (number, shard, segment) in zip(records, blocks, strict=True):
+            record["kind"], record["id"], record["parent"] = EVICT, name(number), segment.uid
+            record["offset"], record["time"] = segment.offsets[number, shard], TIME + 90
+        return records
+
+    def uses(self, numbers: list[int], time: int) -> np.ndarray:
+        """Records that blocks were used."""
+        records = np.zeros(len(numbers), RECORD)
+        records["kind"], records["id"], records["time"] = TOUCH, [name(number) for number in numbers], time
+        return records
+
+    def punch(self, number: int, shard: int, length: int) -> None:
+        """A hole in the place of a block; reading it gives zeros."""
+        start = self.offsets[number, shard]
+        assert start % 4096 == 0 and length == 4096, "holes are whole pages"
+        self.data = self.data[:start] + bytes(length) + self.data[start + length :]
 
     def seal(self) -> None:
         record = np.zeros(1, RECORD)
@@ -122,16 +148,80 @@ def segments() -> list[GoldenSegment]:
     return [first, second, other]
 
 
+def segments_with_evictions() -> list[GoldenSegment]:
+    first = GoldenSegment(ALPHA + "-000000", b"uid of alpha 100", generation=2)
+    other = GoldenSegment(BETA + "-000000", b"uid of beta 1000")
+    third = GoldenSegment(GAMMA + "-000000", b"uid of gamma 100", generation=1)
+
+    # Blocks 21 to 24 were stored in one append. Block 23 was evicted, its space is a hole, and the journal
+    # that said so is rewritten without it: sealed, of generation 2.
+    everything = first.batch([(21, 0, 0), (22, 0, 0), (23, 0, 0), (24, 0, 0)], 4096, {22: 21, 23: 22, 24: 22})
+    first.punch(23, 0, 4096)
+    first.append(everything[[0, 1, 3]])
+    # Block 25 is of two shards; both were stored twice, and the first copy is gone from the journal.
+    first.batch([(25, 0, 1), (25, 1, 1)], 4096, {})
+    first.append(first.batch([(25, 1, 1), (25, 0, 1)], 60, {}, copy=1))
+
+    # Uses are appended by themselves and among the blocks of an append. The page says: skip them.
+    other.append(other.uses([22, 21], TIME + 30))
+    blocks = other.batch([(26, 0, 0), (27, 0, 0)], 4096, {26: 24, 27: 26})
+    other.append(np.concatenate([blocks[:1], other.uses([24], TIME + 40), blocks[1:]]))
+    # Kind 9 is of a later version, which wrote here in between.
+    unknown = other.uses([21], TIME + 50)
+    unknown["kind"], unknown["offset"], unknown["length"] = 9, other.offsets[26, 0], 4096
+    other.append(unknown)
+    # Of blocks 28 and 29, which the third writer stored, only the second is left; 29 is used.
+    third.append(third.batch([(28, 0, 0), (29, 0, 0)], 4096, {29: 28}))
+    third.append(third.uses([29], TIME + 70))
+    third.punch(28, 0, 4096)
+    # Block 26 is evicted by the third writer, and was stored again by the first one's next segment.
+    third.append(third.evictions([(26, 0, other)]))
+    other.punch(26, 0, 4096)
+    again = GoldenSegment(ALPHA + "-000001", b"uid of alpha 101")
+    again.append(again.batch([(26, 0, 0)], 4096, {26: 24}))
+    # Who evicted 28 noted it here, with an eviction of 23 that nobody needs any more, and one of a segment
+    # that is gone.
+    gone = GoldenSegment(GAMMA + "-000009", b"uid of gamma 109")
+    gone.batch([(21, 0, 0)], 4096, {})
+    again.append(again.evictions([(28, 0, third), (23, 0, first), (21, 0, gone)]))
+    again.append(again.uses([27], TIME + 95))
+    first.append(again.evictions([(28, 0, third)]))
+    first.append(first.uses([25], TIME + 80))
+    first.seal()
+    third.seal()
+    return [first, again, other, third]
+
+
 def make(root: Path) -> None:
     """Write the store into a directory that does not exist yet."""
+    _write(root, segments())
+
+
+def make_evicted(root: Path) -> None:
+    """Write the one with evictions into a directory that does not exist yet."""
+    directory = root / NAMESPACE
+    _write(root, segments_with_evictions())
+    (root / "STORE.lock").touch()
+    (root / "EVICT.lock").touch()
+    (directory / "SERVED.lock").touch()
+    (directory / "PINS.json").write_bytes(
+        encode_pins([Pin(name(24), (name(21), name(22)), "system prompt", TIME)])
+    )
+    # Whoever was rewriting this journal died.
+    (directory / f".{BETA}-000000.idx.0badcafe").write_bytes(b"UCMPSIDX")
+
+
+def _write(root: Path, made: list[GoldenSegment]) -> None:
     directory = root / NAMESPACE
     directory.mkdir(parents=True)
     (root / "STORE.json").write_bytes(encode_settings(1, 1 << 30, TIME))
     (directory / "NAMESPACE.json").write_bytes(b'{\n "model": "golden",\n "schema": 1\n}\n')
-    for segment in segments():
+    for segment in made:
         (directory / f"{segment.stem}.seg").write_bytes(segment.data)
         (directory / f"{segment.stem}.idx").write_bytes(segment.journal)
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "store_v1")
+    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    make(directory / "store_v1")
+    make_evicted(directory / "store_v1_evicted")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from posix_store import StoreError
-from ucm_sglang.cli import init, stats, verify
+from ucm_sglang.cli import clear, doctor, du, evict, init, inspect, pin, pins, stats, verify
 from ucm_sglang.config import ConfigError
 
 _INTERRUPTED = 130
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (init, stats, verify):
+    for command in (init, doctor, stats, du, inspect, verify, evict, clear, pin, pins):
         command.add_parser(commands)
     return parser
 

@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     existing = load_config_file(file) if keep else wanted
     config = _of_store(existing, file, path) if keep else wanted_config
     # A config file without a capacity leaves it to the store, so there the argument decides.
-    report = _make_store(path, config.capacity or wanted_config.capacity, config.min_free_bytes())
+    capacity = config.capacities[0] or wanted_config.capacities[0]
+    report = _make_store(path, capacity, config.min_free_bytes())
     if keep:
         report.append(f"config    {file} (exists, kept as it is)")
         report += _differences(existing, config, wanted, wanted_config)
@@ -130,10 +131,10 @@ def _require_writable(file: str) -> None:
 def _of_store(values: Mapping[str, Any], file: str, path: str) -> StoreConfig:
     """The configuration in an existing file, which must be one of this store."""
     config = StoreConfig.from_extra(values, source=file)
-    if os.path.realpath(config.path) != os.path.realpath(path):
+    if [os.path.realpath(each) for each in config.paths] != [os.path.realpath(path)]:
         raise ConfigError(
-            f"{file}: belongs to the store {config.path}, not {path}; name another file with --config, or "
-            "replace this one with --force"
+            f"{file}: belongs to the store {', '.join(config.paths)}, not {path}; name another file with "
+            "--config, or replace this one with --force"
         )
     return config
 

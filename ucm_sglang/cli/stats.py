@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from rich.table import Column, Table
 
 from posix_store import PosixStore
 from posix_store.root import StoreRoot
-from ucm_sglang.cli.support import PATH_HELP, free_bytes, open_root, output_console, size_text
+from ucm_sglang.cli.support import add_json, add_path, free_bytes, output_console, report_on, size_text
 
 if TYPE_CHECKING:
     from ucm_sglang.cli.support import Commands
@@ -30,18 +29,13 @@ def add_parser(commands: Commands) -> None:
         help="show what a store holds",
         description="Show what a store holds, by namespace. Writes nothing; servers may be running.",
     )
-    parser.add_argument("path", metavar="PATH", help=PATH_HELP)
-    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    add_path(parser)
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    report = collect(open_root(args.path))
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        _show(report)
-    return 0
+    return report_on(args, lambda place: collect(place.root), _show)
 
 
 def collect(root: StoreRoot) -> dict[str, Any]:
@@ -57,7 +51,7 @@ def collect(root: StoreRoot) -> dict[str, Any]:
 
 
 def _namespace(root: StoreRoot, name: str) -> dict[str, Any]:
-    with PosixStore(root.path, name, writable=False) as store:
+    with PosixStore(root.path, name, writable=False, maintenance=False) as store:
         stats = store.stats()
     return {
         "namespace": name,

@@ -1,45 +1,68 @@
-"""`ucm-sglang verify`: read every block of a store and compare its checksum. Changes nothing."""
+"""`ucm-sglang verify`: read every block and compare its checksum; with --repair, let go of what is bad."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 
 from posix_store import PosixStore, Reason, VerifyReport
-from posix_store.root import StoreRoot
-from ucm_sglang.cli.support import PATH_HELP, open_root, progress_console, size_text
-from ucm_sglang.config import ConfigError
+from ucm_sglang.cli.repair import Removal, repair_segments
+from ucm_sglang.cli.support import (
+    Place,
+    add_json,
+    add_namespace,
+    add_path,
+    count_text,
+    matching_namespaces,
+    print_lines,
+    progress,
+    report_on,
+    size_text,
+)
 
 if TYPE_CHECKING:
     from ucm_sglang.cli.support import Commands
 
-CLEAN, DAMAGED = 0, 1
 _GONE = Reason.EVICTED.name.lower()
+_FOREIGN = Reason.NAMESPACE.name.lower()
+"""The header of the segment is damaged: it is deleted whole."""
+_RECORDED = (Reason.CHECKSUM.name.lower(), Reason.LENGTH.name.lower())
+"""What the store records as gone in a repair."""
 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "verify",
         help="read and check every block of a store",
-        description="Read every block of a store and compare its checksum. Writes nothing; servers may be "
-        "running. Exit status: 0 clean, 1 damage found, 2 not a store.",
+        description="Read every block of a store and compare its checksum. Writes nothing without --repair; "
+        "servers may be running. Exit status: 0 clean, or with --repair nothing bad is left; 1 damage found; "
+        "2 not a store.",
     )
-    parser.add_argument("path", metavar="PATH", help=PATH_HELP)
+    add_path(parser)
+    add_namespace(parser, "only namespaces whose name begins with these hex digits")
     parser.add_argument(
-        "--namespace",
-        metavar="HEX",
-        default="",
-        help="only namespaces whose name begins with these hex digits",
+        "--repair",
+        action="store_true",
+        help="record damaged blocks as gone, so that they are stored again and their space is freed; delete "
+        "segments that cannot be read at all, unless their writer lives",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    add_json(parser)
     parser.set_defaults(run=run)
+
+
+_ADVICE = (
+    "Servers treat damaged blocks as misses and compute them again; `--repair` frees their space. Look at "
+    "the disk's health."
+)
+_ADVICE_AFTER_REPAIR = (
+    "What is left cannot be read because of errors of the disk, or is being written, or others were "
+    "evicting; try again, and look at the disk's health."
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,8 @@ class Outcome:
     """Journals that cannot be read at all: none of their blocks is found any more."""
     truncated_blocks: int
     """Blocks that a journal names and that lie beyond the end of their segment."""
+    removal: Removal = field(default_factory=Removal)
+    """What --repair did with segments as a whole."""
 
     @property
     def damaged_blocks(self) -> dict[str, int]:
@@ -67,6 +92,15 @@ class Outcome:
             or self.truncated_blocks
         )
 
+    @property
+    def unrepaired(self) -> int:
+        """What --repair has left: blocks that an error of the disk keeps from being read (they may be good),
+        damaged ones that could not be recorded, and segments that a process may be writing."""
+        bad = self.damaged_blocks
+        recordable = sum(bad.get(reason, 0) for reason in _RECORDED)
+        kept = sum(bad.values()) - recordable - bad.get(_FOREIGN, 0)
+        return kept + (0 if self.report.repaired else recordable) + self.removal.left
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "namespace": self.namespace,
@@ -78,77 +112,94 @@ class Outcome:
             "damaged_records": self.report.damaged_records,
             "damaged_journals": self.damaged_journals,
             "truncated_blocks": self.truncated_blocks,
+            "repaired_blocks": self.report.repaired,
+            "deleted_segments": self.removal.deleted,
+            "rewritten_journals": self.removal.rewritten,
+            "freed_segment_bytes": self.removal.freed_bytes,
+            "unrepaired": self.unrepaired,
             "examples": self.report.examples,
         }
 
 
 def run(args: argparse.Namespace) -> int:
-    root = open_root(args.path)
-    started = time.monotonic()
-    outcomes = _verify_all(root, _selected(root, args.namespace))
-    ok = all(outcome.ok for outcome in outcomes)
-    if args.json:
-        report = {"path": root.path, "ok": ok, "namespaces": [outcome.to_dict() for outcome in outcomes]}
-        print(json.dumps(report, indent=2))
-    else:
-        print("\n".join(_lines(outcomes, time.monotonic() - started)))
-    return CLEAN if ok else DAMAGED
-
-
-def _selected(root: StoreRoot, prefix: str) -> list[str]:
-    names = root.namespaces()
-    if not re.fullmatch("[0-9a-f]{0,32}", prefix.lower()):
-        raise ConfigError(
-            f"--namespace = {prefix!r}: must be the first of 32 hex digits; `ucm-sglang stats` shows them"
+    with progress(MofNCompleteColumn()) as bar:
+        return report_on(
+            args,
+            lambda place: _collect(place, args, bar),
+            _show,
+            _is_fine,
         )
-    chosen = [name for name in names if name.startswith(prefix.lower())]
-    if prefix and not chosen:
-        known = ", ".join(name[:12] for name in names) or "none"
-        raise ConfigError(f"--namespace = {prefix!r}: no such namespace in {root.path}; there are: {known}")
-    return chosen
 
 
-def _verify_all(root: StoreRoot, names: list[str]) -> list[Outcome]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # A log file gets no bar: it would only fill with control characters.
-    with Progress(*columns, console=progress_console(), disable=not sys.stderr.isatty()) as progress:
-        return [_verify(root, name, progress) for name in names]
+def _is_fine(reports: list[dict[str, Any]]) -> bool:
+    return all(report["repaired"] if report["repair"] else report["ok"] for report in reports)
 
 
-def _verify(root: StoreRoot, name: str, progress: Progress) -> Outcome:
-    bar = progress.add_task(f"verify {name[:12]}", total=None)
-    with PosixStore(root.path, name, writable=False) as store:
-        report = store.verify(lambda done, total: progress.update(bar, completed=done, total=total))
-        catalog = store.stats().catalog
-    progress.update(bar, completed=report.blocks, total=report.blocks)
+def _collect(place: Place, args: argparse.Namespace, bars: Progress) -> dict[str, Any]:
+    started = time.monotonic()
+    names = matching_namespaces(place.root, args.namespace)
+    check = _repair if args.repair else _verify
+    outcomes = [check(place, name, bars) for name in names]
+    return {
+        "path": place.root.path,
+        "ok": all(outcome.ok for outcome in outcomes),
+        "repair": args.repair,
+        "repaired": args.repair and not any(outcome.unrepaired for outcome in outcomes),
+        "seconds": round(time.monotonic() - started, 3),
+        "namespaces": [outcome.to_dict() for outcome in outcomes],
+    }
+
+
+def _verify(place: Place, name: str, bars: Progress) -> Outcome:
+    with PosixStore(place.root.path, name, writable=False, maintenance=False) as store:
+        return _outcome(store, name, bars, repair=False)
+
+
+def _repair(place: Place, name: str, bars: Progress) -> Outcome:
+    root = place.writable()
+    identity = root.read_identity(name)
+    with PosixStore(root.path, name, identity=identity, min_free=place.min_free, maintenance=False) as store:
+        outcome = _outcome(store, name, bars, repair=True)
+    return replace(outcome, removal=repair_segments(root, name, place.min_free))
+
+
+def _outcome(store: PosixStore, name: str, bars: Progress, repair: bool) -> Outcome:
+    bar = bars.add_task(f"verify {name[:12]}", total=None)
+    report = store.verify(lambda done, total: bars.update(bar, completed=done, total=total), repair=repair)
+    catalog = store.stats().catalog
+    bars.update(bar, completed=report.blocks, total=report.blocks)
     return Outcome(name, report, catalog["damaged_journals"], catalog["truncated_blocks"])
 
 
-def _lines(outcomes: list[Outcome], seconds: float) -> list[str]:
-    lines: list[str] = []
-    for outcome in outcomes:
-        lines += _namespace_lines(outcome)
-    blocks = sum(outcome.report.blocks for outcome in outcomes)
-    size = size_text(sum(outcome.report.bytes for outcome in outcomes))
-    checked = f"{blocks:,} blocks, {size} in {seconds:.1f} s"
-    if all(outcome.ok for outcome in outcomes):
-        return [*lines, f"clean: {checked}"]
-    return [
-        *lines,
-        f"DAMAGED: {checked}. Servers treat damaged blocks as misses and compute them again; "
-        "look at the disk's health.",
-    ]
+def _show(report: Mapping[str, Any]) -> None:
+    outcomes = report["namespaces"]
+    lines = [line for outcome in outcomes for line in _lines(outcome, report["repair"])]
+    size = size_text(sum(outcome["bytes"] for outcome in outcomes))
+    blocks = count_text(sum(outcome["blocks"] for outcome in outcomes), "block")
+    checked = f"{blocks}, {size} in {report['seconds']:.1f} s"
+    if report["ok"]:
+        lines.append(f"clean: {checked}")
+    elif report["repaired"]:
+        lines.append(
+            f"REPAIRED: {checked}. What was bad is gone and is stored again when it is computed again."
+        )
+    else:
+        lines.append(f"DAMAGED: {checked}. {_ADVICE_AFTER_REPAIR if report['repair'] else _ADVICE}")
+    print_lines(lines)
 
 
-def _namespace_lines(outcome: Outcome) -> list[str]:
-    report = outcome.report
-    verdict = "ok" if outcome.ok else "DAMAGED"
-    lines = [f"{outcome.namespace}  {report.blocks:,} blocks, {size_text(report.bytes)}  {verdict}"]
-    counts = {f"blocks: {reason}": count for reason, count in outcome.damaged_blocks.items()}
-    counts["journal records: checksum"] = report.damaged_records
-    counts["journals that cannot be read"] = outcome.damaged_journals
-    counts["blocks beyond the end of their segment"] = outcome.truncated_blocks
-    counts["blocks deleted meanwhile (no damage)"] = report.bad.get(_GONE, 0)
+def _lines(outcome: Mapping[str, Any], repair: bool) -> list[str]:
+    verdict = "ok" if outcome["ok"] else "DAMAGED"
+    size = f"{count_text(outcome['blocks'], 'block')}, {size_text(outcome['bytes'])}"
+    counts = {f"blocks: {reason}": count for reason, count in outcome["damaged_blocks"].items()}
+    counts["journal records: checksum"] = outcome["damaged_records"]
+    counts["journals that cannot be read"] = outcome["damaged_journals"]
+    counts["blocks beyond the end of their segment"] = outcome["truncated_blocks"]
+    counts["blocks deleted meanwhile (no damage)"] = outcome["deleted_meanwhile"]
+    lines = [f"{outcome['namespace']}  {size}  {verdict}"]
+    counts["damaged blocks recorded as gone"] = outcome["repaired_blocks"]
+    counts["journals rewritten without them"] = outcome["rewritten_journals"]
+    counts["segments deleted"] = outcome["deleted_segments"]
+    counts["of all this could NOT be repaired now"] = outcome["unrepaired"] if repair else 0
     lines += [f"  {count:,} {what}" for what, count in counts.items() if count]
-    lines += [f"  {example}" for example in report.examples if not example.endswith(_GONE)]
-    return lines
+    return lines + [f"  {example}" for example in outcome["examples"] if not example.endswith(_GONE)]

@@ -6,12 +6,14 @@ thread-safe.
 
 from __future__ import annotations
 
-from ucm_sglang.identity.block_ids import BlockIds
+from ucm_sglang.identity.block_ids import KV_POOL, BlockIds
 from ucm_sglang.identity.namespace import SCHEMA, Namespace, canonical_json
+from ucm_sglang.identity.ranks import same_but_rank
 from ucm_sglang.identity.token_chain import bigrams, namespace_seed, token_chain
 from ucm_sglang.identity.weights import FingerprintError, weights_fingerprint
 
 __all__ = [
+    "KV_POOL",
     "SCHEMA",
     "BlockIds",
     "FingerprintError",
@@ -19,6 +21,7 @@ __all__ = [
     "bigrams",
     "canonical_json",
     "namespace_seed",
+    "same_but_rank",
     "token_chain",
     "weights_fingerprint",
 ]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from xxhash import xxh3_128_digest
 
 ID_BYTES = 16
+KV_POOL = "kv"
+"""Pool of the pages of a model with one host pool."""
 
 
 class BlockIds:

@@ -1,0 +1,57 @@
+"""Uses of blocks, noted in the index at once and in the journal now and then.
+
+A use of a block is a use of all blocks before it in its chain, and the order of eviction already says so
+(`chains`). So of a chain only the last block that was used has to be noted, once a minute at most.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from posix_store.chains import parent_rows
+from posix_store.clock import Clock
+from posix_store.index import Index
+from posix_store.segment import touch_records
+from posix_store.writer import SegmentWriter
+
+NOTE_SECONDS = 60.0
+"""A block's uses are written down at most so often."""
+
+
+class Recency:
+    """Uses of one namespace's blocks. Thread-safe; makes no system call."""
+
+    def __init__(self, index: Index, writer: SegmentWriter, clock: Clock) -> None:
+        self._index = index
+        self._writer = writer
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._noted: dict[bytes, float] = {}
+        self._cleaned_at = 0.0
+
+    def used(self, ids: np.ndarray) -> None:
+        """Blocks (uint64 (n, 2), distinct) were loaded, or were dumped while they were stored already."""
+        if not len(ids):
+            return
+        now = self._clock.now()
+        parents = self._index.touch(ids, now)
+        above = parent_rows(ids, parents)
+        is_last = np.ones(len(ids), bool)
+        is_last[above[above >= 0]] = False
+        with self._lock:
+            self._forget_old(now)
+            due = [i for i in np.flatnonzero(is_last).tolist() if ids[i].tobytes() not in self._noted]
+            self._noted.update((ids[i].tobytes(), now) for i in due)
+        if due:
+            self._writer.note(touch_records(ids[due], np.full(len(due), now)))
+
+    def parents_used(self, parents: np.ndarray) -> None:
+        """Blocks were stored behind these (uint64 (n, 2)), which must not leave as if nothing followed."""
+        self._index.touch(parents, self._clock.now())
+
+    def _forget_old(self, now: float) -> None:
+        if now - self._cleaned_at > NOTE_SECONDS / 4:
+            self._cleaned_at = now
+            self._noted = {key: at for key, at in self._noted.items() if now - at < NOTE_SECONDS}

@@ -1,0 +1,1 @@
+"""Parts of scripts/bench_eviction.py: what eviction costs dumps, loads, memory and opening."""

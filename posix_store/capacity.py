@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from posix_store.errors import Reason
+from posix_store.mount_type import COPY_ON_WRITE
 from posix_store.reclaim import reclaim
 from posix_store.root import DEFAULT_MIN_FREE_SHARE, StoreRoot
 from posix_store.segment import EXTENT_ALIGNMENT, align
@@ -173,7 +174,9 @@ class SpaceKeeper:
         needed = sum(max(0, align(end) - file.allocated) for file, end in ends)
         available = self.require(needed, urgent=urgent)
         most = min(self.chunk, self._root.capacity // 32)
-        spare = 0 if urgent else min(most, (available - needed) // SPARE_SHARE)
+        if urgent or self._root.file_system in COPY_ON_WRITE:  # there a spare would stay when it is cut off
+            most = 0
+        spare = min(most, (available - needed) // SPARE_SHARE)
         for file, end in ends:
             # The journal grows by a record where the segment grows by a block: a small share is plenty.
             share = spare if file.path.endswith(".seg") else spare // 64

@@ -48,6 +48,8 @@ HIT_MAX_AGE = 1.0
 """Seconds for which it answers, in loads and dumps, for blocks that are: others may have deleted them."""
 LOOK_SECONDS = 0.5
 """Time for one look: on a slow file system the rest of the journals is followed at the next."""
+_LOOKS = 3
+"""A journal may vanish during a look; then another is needed to know everything."""
 _READ_BYTES = 256 << 20
 _MOST_DISPLACED = 10_000
 _MOST_GONE = 1_000
@@ -214,7 +216,7 @@ class Catalog:
         record first, and only then is its space freed: bytes read before this call are right where it says
         True.
         """
-        if not self.refresh(max_age=0) or not self.complete:
+        if not any(self.refresh(max_age=0) and self.complete for _ in range(_LOOKS)):
             return None
         now = self.index.locate(ids, shards)
         return now.present & (now.segment == at.segment) & (now.offset == at.offset)
@@ -392,7 +394,8 @@ class Catalog:
                 self.drop_segment(known.number)
             logger.warning("ignoring %s: %s", path, error)
         except FileNotFoundError:
-            pass
+            # Before it went, what it said of others may have been carried over to a journal read already.
+            self.complete = False
         except OSError as error:
             self.complete = False
             self._say("cannot read %s: %s", path, error)

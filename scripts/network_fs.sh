@@ -186,7 +186,8 @@ one() (
   backing=""
   namespace=""
   trap 'take_down "$home"' EXIT
-  trap 'exit 130' INT TERM HUP
+  child=""
+  trap '[ -n "$child" ] && kill "$child"; exit 130' INT TERM HUP
   mkdir -p "$home/a" "$home/b"
   chmod 700 "$home"
   say "starting $kind"
@@ -201,8 +202,12 @@ one() (
     exit 0
   fi
   status=0
+  # In the background: a signal to this script is acted upon at once, not after the last test.
   UCM_FS_CLIENT_A="$home/a" UCM_FS_CLIENT_B="$home/b" UCM_FS_BACKING="$backing" \
-    "$python" -m pytest -q tests/test_network_fs.py || status=1
+    "$python" -m pytest -q tests/test_network_fs.py &
+  child=$!
+  wait "$child" || status=1
+  child=""
   "$python" scripts/fs_facts.py "$home/a" "$home/b" || status=1
   exit $status
 )
@@ -222,9 +227,13 @@ done
 summary=()
 verdict=PASS
 code=0
+part=""
+trap '[ -n "$part" ] && kill "$part" && wait "$part"; exit 130' INT TERM HUP
 for kind in "${kinds[@]}"; do
   started=$SECONDS
-  one "$kind"
+  one "$kind" <&0 &
+  part=$!
+  wait "$part"
   case $? in
     0) outcome=ok ;;
     77) outcome="NOT RUN"; [ "$code" = 0 ] && { verdict="NOT RUN"; code=77; } ;;

@@ -163,12 +163,18 @@ class Ledger:
 
 
 class Witness(FaultySyscalls):
-    """System calls with faults, whose deletions and replacements are noted in a ledger."""
+    """System calls with faults, whose deletions and replacements are noted in a ledger.
 
-    def __init__(self, ledger: Ledger, *faults: Fault, punching: bool = True) -> None:
+    Args:
+        punching: does the file system punch holes?
+        telling: does it say where holes are?
+    """
+
+    def __init__(self, ledger: Ledger, *faults: Fault, punching: bool = True, telling: bool = True) -> None:
         super().__init__(*faults)
         self.ledger = ledger
         self.punching = punching
+        self.telling = telling
         self.on_news: Callable[[Ledger], None] = lambda ledger: None
         self.freed: Counter[str] = Counter()
         """Holes punched, segments deleted and journals rewritten."""
@@ -194,6 +200,11 @@ class Witness(FaultySyscalls):
             self.on_news(self.ledger)
         super().rename(source, target)
         self.freed["compact"] += target.endswith(".idx")
+
+    def seek_hole(self, fd: int, offset: int) -> int:
+        if not self.telling:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().seek_hole(fd, offset)
 
     def fallocate(self, fd: int, mode: int, offset: int, length: int) -> None:
         if not mode & FALLOC_PUNCH_HOLE:

@@ -3,7 +3,6 @@
 A life is a script over one system-call shim; a ledger (`evictionkit`) knows what it has promised.
 """
 
-import errno
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,6 +42,7 @@ class Life:
 
     segment_bytes: ClassVar[int] = SEGMENT
     punching: ClassVar[bool] = True
+    telling: ClassVar[bool] = True
 
     def __init__(self, root: Path, times: Times, *faults: Fault, seed: int = 0) -> None:
         self.root = root
@@ -57,8 +57,8 @@ class Life:
             root, times, self.ledger, segment_bytes=self.segment_bytes, punching=self.punching,
             whole=dict(self.chains), sharded=[self.sharded],
         )  # fmt: skip
-        self.calls = Witness(self.ledger, *faults, punching=self.punching)
-        self.silent = Witness(self.ledger, punching=self.punching)
+        self.calls = Witness(self.ledger, *faults, punching=self.punching, telling=self.telling)
+        self.silent = Witness(self.ledger, punching=self.punching, telling=self.telling)
         self.over = False
         self.raised: list[str] = []
         self.stores: list[PosixStore] = []
@@ -160,6 +160,7 @@ class WholeSegments(Overflowing):
 
     segment_bytes = 24 << 10
     punching = False
+    telling = False
 
 
 class Overtaken(Life):
@@ -183,7 +184,10 @@ class Overtaken(Life):
 
 
 class OvertakenUnverified(Overtaken):
+    """Nothing but the journals says that what was read is a hole."""
+
     verify = False
+    telling = False
 
 
 class Tidying(Life):
@@ -219,6 +223,8 @@ class Tidying(Life):
 
 class Expiring(Life):
     """Blocks outlive their time, are evicted for it, and are stored again."""
+
+    telling = False
 
     def script(self) -> None:
         one = self.open(ttl=1000.0)
@@ -288,10 +294,7 @@ class LoadedWhileCarriedOver(LoadedMeanwhile):
 class LoadedWhereHolesAreNotTold(LoadedWhileCarriedOver):
     """The same on a file system that does not say where holes are."""
 
-    def __init__(self, root: Path, times: Times, nth: int, seed: int = 0) -> None:
-        super().__init__(root, times, nth, seed)
-        refusal = Fault(kinds=("seek_hole",), times=float("inf"), error=errno.EINVAL)
-        self.calls.faults.append(refusal)
+    telling = False
 
 
 class EvictedMeanwhile(Interleaved):

@@ -150,12 +150,11 @@ def test_killed_writers(root: Path) -> None:
     promises: list[Promise] = []
     for seed in (1, 2):
         with Worker(tireless_writer, str(root), seed, 6, LENGTH) as worker:
-            while worker.receive() != "started":
-                pass
-            time.sleep(0.05)
+            while len(promises) < 4 * seed:
+                report = worker.receive()
+                promises += [report] if isinstance(report, Promise) else []
             worker.kill()
             promises += [report for report in worker.reports() if isinstance(report, Promise)]
-    assert len(promises) > 4
     assert_no_lock_is_held(root)
     with open_store(root) as store:
         for promise in promises:

@@ -316,6 +316,25 @@ def test_a_forked_child_leaves_its_parents_files_alone(root: Path) -> None:
         assert (load(store, second, LENGTH) == Reason.OK).all()
 
 
+def test_what_another_process_evicts_is_a_miss(root: Path) -> None:
+    """Issue 3, I1: who has found blocks without a system call loads none that others evicted meanwhile."""
+    capacity = 60 * 4096
+    with open_store(root, capacity=capacity) as here, other_process(root, capacity=None) as there:
+        old, last = ids_of(1, 6), ids_of(24, 6)
+        assert (ask(there, "dump", old) == Reason.OK).all()
+        assert ask(there, "lookup", old).all()
+        for seed in range(5, 25):
+            assert (dump(here, ids_of(seed, 6), LENGTH) == Reason.OK).all()
+        assert here.evictor.total.blocks > 0
+        assert set(ask(there, "load", old).tolist()) <= {Reason.EVICTED, Reason.ABSENT}
+        assert not ask(there, "lookup", old).any()
+        assert (ask(there, "load", last) == Reason.OK).all()
+        assert (ask(there, "dump", old) == Reason.OK).all()
+        time.sleep(0.021)
+        assert (load(here, old, LENGTH) == Reason.OK).all()
+        assert here.verify().ok
+
+
 def test_what_another_process_deleted_is_let_go(root: Path) -> None:
     """I4: a process that serves hits soon holds no deleted file open, whose space nobody could use."""
     with open_store(root) as store, other_process(root) as there:

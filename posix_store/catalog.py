@@ -515,11 +515,18 @@ class Catalog:
                 puts, stored = puts[~gone], stored[~gone]
         for complete in self._assembler.complete(segment.name.writer, segment.number, puts, stored):
             displaced = self.index.put(complete)
-            # What they hang on must not leave as if nothing followed it.
-            parents, first = np.unique(complete.parents, axis=0, return_index=True)
-            self.index.touch(parents, complete.stored[first])
+            self._touch_parents(complete)
             if len(displaced):
                 self._displaced = [*self._displaced, displaced][-_MOST_DISPLACED:]
+
+    def _touch_parents(self, entries: Entries) -> None:
+        """What blocks hang on must not leave as if nothing followed it."""
+        # In a chain that comes whole, the parent of each block has just been stored as well.
+        behind = np.asarray(entries.parents.any(axis=1))
+        behind[1:] &= (entries.parents[1:] != entries.ids[:-1]).any(axis=1)
+        rows = np.flatnonzero(behind)[::-1]  # the newest of several children counts
+        parents, first = np.unique(entries.parents[rows], axis=0, return_index=True)
+        self.index.touch(parents, entries.stored[rows[first]])
 
     def _apply_evictions(self, records: np.ndarray) -> None:
         """Forget blocks; those that are not known yet, when they come."""

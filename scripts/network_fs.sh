@@ -42,6 +42,15 @@ run() {
   tail -n 20 "$home/command.log"
   return 1
 }
+# again COMMAND...: like run, tried five times.
+again() {
+  local tries
+  for tries in 1 2 3 4; do
+    "$@" >/dev/null 2>&1 && return 0
+    sleep "$tries"
+  done
+  run "$@"
+}
 inside() { nsenter --target "$namespace" --net "$@"; }
 
 install() {
@@ -173,14 +182,15 @@ Subsystem sftp internal-sftp
 END
   run inside "$(command -v sshd)" -f "$home/sshd_config" -E "$home/sshd.log" || return 1
   for client in a b; do
-    run inside sshfs -p 2222 "root@127.0.0.1:$home/data" "$home/$client" \
+    # A busy machine's sshd may refuse at first.
+    again inside sshfs -p 2222 "root@127.0.0.1:$home/data" "$home/$client" \
       -o "IdentityFile=$home/key,StrictHostKeyChecking=no,UserKnownHostsFile=/dev/null" \
       -o dir_cache=no,attr_timeout=0,entry_timeout=0 || return 1
   done
 }
 
-# one KIND: in a process of its own, so that it is taken down whatever happens.
-one() (
+# one KIND: to be run in the background, as a process of its own, so that it takes itself down whatever happens.
+one() {
   kind="$1"
   home="$base/$$-$kind"
   backing=""
@@ -210,7 +220,7 @@ one() (
   child=""
   "$python" scripts/fs_facts.py "$home/a" "$home/b" || status=1
   exit $status
-)
+}
 
 [ "$(id -u)" = 0 ] || cannot "only root can mount"
 [ -c /dev/fuse ] || cannot "there is no /dev/fuse"

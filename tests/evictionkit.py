@@ -296,7 +296,7 @@ class Remains:
 
     def check_space(self) -> None:
         """As much can be stored as ever, and when all is evicted there is nothing left."""
-        self.store_more(range(5))
+        self.store_more(range(4))
         with self.opened(NAMESPACE) as store:
             update_pins(store.root, NAMESPACE, remove=None)
             store.evictor.evict(1 << 40, float("inf"))

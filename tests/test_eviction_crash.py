@@ -19,15 +19,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mini_reader
+import numpy as np
 import pytest
 from crc32c import crc32c
-from evictionkit import CAPACITY, LENGTH, NAMESPACES, Ledger, Remains, Times
-from evictionlives import LIVES, Life, evict_until_killed, live_and_die
+from evictionkit import CAPACITY, LENGTH, NAMESPACES, Ledger, Remains, Times, dump_chain
+from evictionlives import LIVES, Life, Tidying, evict_until_killed, live_and_die
 from faults import CHANGES, WRITES, Fault
-from storekit import NAMESPACE, load, memory_directory, open_store
+from storekit import NAMESPACE, allocated, ids_of, load, memory_directory, open_store
+from test_crash import wait_until_stopped
 from workers import Point, Worker, batch_ids
 
-from posix_store import dumping
+from posix_store import Reason, dumping
 
 ALL = os.environ.get("UCM_ALL_FAULTS") == "1"
 CHANGING = (*CHANGES, "open for writing", "flock", "close")
@@ -165,4 +167,42 @@ def test_killed_at_random(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         remains.store_more(range(10 + pair, 11 + pair))
     for watcher in watchers:
         watcher.close()
+    remains.check_space()
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(Point(1, ("unlink",), ".seg", signal=signal.SIGSTOP), id="deleting"),
+        pytest.param(Point(1, ("rename",), ".idx", signal=signal.SIGSTOP), id="rewriting"),
+        pytest.param(Point(5, ("pwrite",), ".idx", signal=signal.SIGSTOP), id="recording"),
+    ],
+)
+def test_a_stopped_evictor_stops_nobody_else(root: Path, times: Times, point: Point) -> None:
+    """I11, must hold 5 of issue 2: others load and look up at once, and dumps that need room give up."""
+    remains = Remains(root, times, Ledger(root), segment_bytes=Tidying.segment_bytes, watched=True)
+    life = Tidying(root, times)
+    remains.whole = {namespace: list(chains) for namespace, chains in life.chains.items()}
+    with Worker(live_and_die, str(root), LIVES.index(Tidying), 0, 0.0, point) as worker:
+        wait_until_stopped(worker.pid)
+        with open_store(root, **{**remains.options(), "timeout": 2.0}) as store:
+            started = time.monotonic()
+            every = np.concatenate(life.chains[NAMESPACE])
+            found = store.lookup(every)
+            assert found.any()
+            assert (load(store, every, LENGTH)[found] == Reason.OK).all()
+            assert time.monotonic() - started < 2, "a load waited for the stopped process"
+            for seed in range(8):
+                started = time.monotonic()
+                fresh = ids_of(900 + seed, 4)
+                remains.whole[NAMESPACE].append(fresh)
+                status = dump_chain(store, fresh)
+                assert np.isin(status, (Reason.OK, Reason.FULL, Reason.TIMEOUT)).all()
+                assert time.monotonic() - started < 8, "a dump waited for the stopped process"
+            assert allocated(root) <= remains.capacity
+        os.kill(worker.pid, signal.SIGCONT)
+        for ledger in worker.reports():
+            remains.ledger.evicted |= ledger.evicted
+        assert worker.process.exitcode == 0, "the stopped process did not go on"
+    remains.check()
     remains.check_space()

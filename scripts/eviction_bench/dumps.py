@@ -47,15 +47,20 @@ def two_writers(directory: str, work: Workload) -> Iterator[dict[str, Dumps]]:
 
 
 def rounds(made: dict[str, Dumps], batches: int, count: int) -> dict[str, Any]:
-    """Rates of each arm, and their ratios to `below` of the same round. The order of the arms rotates."""
+    """Rates of each arm, and their ratios to `below` of the same round. The order of the arms rotates.
+
+    One more round goes before, which does not count: memory is used for the first time there.
+    """
     pieces: dict[str, list[Piece]] = {name: [] for name in made}
     names = list(made)
-    for number in range(count):
+    for number in range(-1, count):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             made[name].prepare()
             time.sleep(SETTLE_SECONDS)
-            pieces[name].append(made[name].piece(batches))
+            piece = made[name].piece(batches)
+            if number >= 0:
+                pieces[name].append(piece)
     result: dict[str, Any] = {"rounds": count, "batches": batches}
     for name, of in pieces.items():
         pairs = list(zip(of, pieces["below"], strict=True))

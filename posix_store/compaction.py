@@ -30,7 +30,7 @@ from posix_store.segment import (
 
 logger = logging.getLogger(__name__)
 
-LEAST_BYTES = 64 << 10
+LEAST_BYTES = 256 << 10
 """Smaller journals are not worth it."""
 MOST_ALIVE = 0.5
 """A journal is rewritten when that makes it smaller than this share of what it was."""

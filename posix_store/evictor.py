@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 ABANDONED_SECONDS = 600.0
 """A namespace that no process has open, and of which no block was used for so long, goes before others."""
-_PLAN_SHARE = 16
+_PLAN_SHARE = 8
 """A plan is made for this share of what is stored, or for what is needed if that is more."""
 _JOURNAL_ONLY_BYTES = 1 << 20
 _PLAN_SECONDS = 30.0

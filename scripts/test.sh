@@ -52,7 +52,7 @@ in_env() {
   PATH="$dir/bin:$PATH" VIRTUAL_ENV="$dir" "${@:2}"
 }
 
-core_suite() { in_env core python -m pytest --durations=10 -m "not sglang and not vllm and not soak"; }
+core_suite() { in_env core python -m pytest -n 2 --dist loadfile --durations=10 -m "not sglang and not vllm and not soak"; }
 soak_suite() { in_env core python -m pytest --durations=3 -m soak; }
 sglang_suite() { UCM_REQUIRE_ENGINES=sglang in_env sglang python -m pytest --durations=10 -m sglang; }
 

@@ -13,6 +13,9 @@ from importlib import metadata
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Some runners of tests give the width of their own terminal to everything below them.
+os.environ.pop("COLUMNS", None)
+
 # marker -> (distribution that carries the version, the version under test, the pins to install)
 ENGINES = {
     "sglang": ("sglang", "0.5.23", "requirements/sglang-cpu.txt"),

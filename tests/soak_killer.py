@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import os
 import random
 import shutil
@@ -85,6 +86,7 @@ class Killer:
         self._every = every
         self._next = time.monotonic() + every
         self._later: list[_Later] = []
+        self._numbers = itertools.count()
         self._stopped: dict[int, float] = {}
         self._clearing: list[tuple[Space, Callable[[], bool]]] = []
         self._began = time.monotonic()
@@ -94,7 +96,6 @@ class Killer:
         self.done: Counter[str] = Counter()
         self.flips: list[tuple[str, int]] = []
         """(segment file, offset) of every byte that was corrupted."""
-        self.history: list[str] = []
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -116,11 +117,10 @@ class Killer:
             self.act("clock")
 
     def finish(self) -> None:
-        """Undo everything that can be undone, and write down what was done."""
+        """Undo everything that can be undone."""
         while self._later:
             heapq.heappop(self._later).undo()
         self._board.set_clock(0.0)
-        (self._board.directory / "history.log").write_text("\n".join(self.history) + "\n")
 
     def act(self, name: str) -> None:
         """Do one thing now, if there is something to do it to."""
@@ -130,13 +130,14 @@ class Killer:
         if what:
             self.done[name] += 1
             now = time.monotonic()
-            self.history.append(f"{now - self._began:.2f} s ({now:.2f}) {name} {what}")
+            with (self._board.directory / "history.log").open("a") as history:
+                history.write(f"{now - self._began:.2f} s ({now:.2f}) {name} {what}\n")
 
     def _calm_half(self) -> bool:
         return (time.monotonic() - self._began) % CLOCK_CYCLE < CLOCK_CYCLE / 2
 
     def _after(self, seconds: float, undo: Callable[[], None]) -> None:
-        heapq.heappush(self._later, _Later(time.monotonic() + seconds, len(self.history), undo))
+        heapq.heappush(self._later, _Later(time.monotonic() + seconds, next(self._numbers), undo))
 
     def _still(self, space: Space, running: Callable[[], bool]) -> bool:
         self._board.disturb(space.number)

@@ -174,12 +174,16 @@ def test_killed_at_random(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "point",
     [
         pytest.param(Point(1, ("unlink",), ".seg", signal=signal.SIGSTOP), id="deleting"),
-        pytest.param(Point(1, ("rename",), ".idx", signal=signal.SIGSTOP), id="rewriting"),
-        pytest.param(Point(5, ("pwrite",), ".idx", signal=signal.SIGSTOP), id="recording"),
+        # After STORE.json and two NAMESPACE.json, and after the records of two dumps.
+        pytest.param(Point(4, ("rename",), signal=signal.SIGSTOP), id="rewriting-a-journal"),
+        pytest.param(Point(6, ("pwrite",), ".idx", signal=signal.SIGSTOP), id="recording"),
     ],
 )
-def test_a_stopped_evictor_stops_nobody_else(root: Path, times: Times, point: Point) -> None:
-    """I11, must hold 5 of issue 2: others load and look up at once, and dumps that need room give up."""
+def test_a_stopped_evictor_stops_nobody_else(
+    root: Path, times: Times, point: Point, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I11, must hold 1: others load and look up at once, and dumps that need room give up."""
+    monkeypatch.setattr(dumping, "MOST_WAIT", 0.2)
     remains = Remains(root, times, Ledger(root), segment_bytes=Tidying.segment_bytes, watched=True)
     life = Tidying(root, times)
     remains.whole = {namespace: list(chains) for namespace, chains in life.chains.items()}
@@ -192,14 +196,17 @@ def test_a_stopped_evictor_stops_nobody_else(root: Path, times: Times, point: Po
             assert found.any()
             assert (load(store, every, LENGTH)[found] == Reason.OK).all()
             assert time.monotonic() - started < 2, "a load waited for the stopped process"
-            for seed in range(8):
+            refused = 0
+            for seed in range(4):
                 started = time.monotonic()
-                fresh = ids_of(900 + seed, 4)
+                fresh = ids_of(900 + seed, 9)
                 remains.whole[NAMESPACE].append(fresh)
                 status = dump_chain(store, fresh)
-                assert np.isin(status, (Reason.OK, Reason.FULL, Reason.TIMEOUT)).all()
-                assert time.monotonic() - started < 8, "a dump waited for the stopped process"
-            assert allocated(root) <= remains.capacity
+                assert np.isin(status, (Reason.OK, Reason.FULL, Reason.TIMEOUT)).all(), status
+                assert time.monotonic() - started < 5, "a dump waited for the stopped process"
+                assert allocated(root) <= remains.capacity
+                refused += int((status != Reason.OK).sum())
+            assert refused, "nothing needed room"
         os.kill(worker.pid, signal.SIGCONT)
         for ledger in worker.reports():
             remains.ledger.evicted |= ledger.evicted

@@ -236,7 +236,7 @@ def test_settings_have_fixed_bytes() -> None:
     assert mini_reader.crc32c(b'{"format": 1, "capacity": 1073741824, "created": 1700000000}') == 1934573183
 
 
-@settings(max_examples=100)
+@settings(max_examples=80)
 @example(store="plain", file=1, position=576, mask=1)
 @example(store="evicted", file=3, position=54, mask=1)
 @given(

@@ -67,6 +67,9 @@ def rounds(made: dict[str, Dumps], batches: int, count: int) -> dict[str, Any]:
         result[name] = {
             "rate": Spread.of([piece.rate for piece in of]),
             "ratio": Spread.of([piece.rate / below.rate for piece, below in pairs]),
+            "ratio on disk": Spread.of(
+                [piece.bytes / piece.on_disk * below.on_disk / below.bytes for piece, below in pairs]
+            ),
             "cpu ratio": Spread.of(
                 [piece.cpu / piece.bytes * below.bytes / below.cpu for piece, below in pairs]
             ),
@@ -106,14 +109,13 @@ class _Pair:
             pipe.recv()
 
     def piece(self, batches: int) -> Piece:
-        """Both at once; time until the slower one is done."""
-        started = time.perf_counter()
+        """Both at once; the time of the slower one."""
         both = self._all("piece", batches)
-        seconds = time.perf_counter() - started
         cpu, stored, unstored = (
             sum(getattr(each, what) for each in both) for what in ("cpu", "bytes", "unstored")
         )
-        return Piece(seconds, cpu, stored, unstored)
+        seconds, on_disk = (max(getattr(each, what) for each in both) for what in ("seconds", "on_disk"))
+        return Piece(seconds, cpu, stored, unstored, on_disk)
 
     def close(self) -> None:
         # The first one owns the directory and deletes it, so it goes last.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -66,6 +68,8 @@ class Piece:
     """Stored."""
     unstored: int
     """Blocks."""
+    on_disk: float
+    """Seconds until the kernel had written it all to the disk."""
 
     @property
     def rate(self) -> float:
@@ -124,21 +128,26 @@ class Arm:
         started, spent = time.perf_counter(), time.process_time()
         stored = sum(len(self.dump()) for _ in range(batches))
         seconds, cpu = time.perf_counter() - started, time.process_time() - spent
+        self._flush()
+        on_disk = time.perf_counter() - started
         work = self.chains.work
-        return Piece(seconds, cpu, stored * work.block_bytes, batches * work.batch - stored)
+        return Piece(seconds, cpu, stored * work.block_bytes, batches * work.batch - stored, on_disk)
 
     def prepare(self) -> None:
         """Before a piece: an empty store where it is not to be full, and nothing left for the disk to do."""
         if not self.full:
             self.store.clear()
         self.dump()
-        descriptor = os.open(self.root, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if not self.root.startswith("/dev/shm"):
-            os.sync()
+        self._flush()
+
+    def _flush(self) -> None:
+        for path in Path(self.root).glob("*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def close(self) -> None:
         self.store.close()

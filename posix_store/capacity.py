@@ -33,6 +33,8 @@ COUNT_SECONDS = 0.5
 """Time for adding up what is allocated; when it is not enough, the blocks go unstored."""
 MAX_KEPT_BACK = 1 << 20
 """Bytes, at most, that dumps leave for the records of evictions, without which no space can be made."""
+LOW_SHARE = 32
+"""Room is made ahead when less than one part in so many of what the store may hold is free."""
 SPARE_SHARE = 2
 """A writer reserves ahead at most one part in so many of what is left, so that others find some too."""
 LEAST_KEPT_BACK = 24 << 10
@@ -75,6 +77,8 @@ class SpaceKeeper:
         self.chunk = chunk
         self.preallocates = True
         """False once the file system has refused: reservations then hold the store lock while they last."""
+        self.is_low = False
+        """Was there little space left when it was last asked for? Then it is time to make room ahead."""
         self.punches = True
         """False once the file system has refused to free a part of a file."""
         self._said_full = False
@@ -104,6 +108,7 @@ class SpaceKeeper:
             disk.f_bavail * disk.f_frsize - self.min_free,
         )
         size = allocated + max(0, room)
+        self.is_low = room < size // LOW_SHARE
         kept_back = min(MAX_KEPT_BACK, max(size // 64, min(LEAST_KEPT_BACK, size // 4)))
         return room if urgent else room - kept_back // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
 

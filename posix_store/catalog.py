@@ -13,12 +13,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from posix_store.clock import Clock
 from posix_store.index import Entries, Index, Locations
+from posix_store.known import LONG_GONE, CatalogCounters, News, SegmentInfo, fine_times
 from posix_store.mount_type import may_be_shared
 from posix_store.root import StoreRoot
 from posix_store.segment import (
@@ -27,7 +27,6 @@ from posix_store.segment import (
     PUT,
     RECORD_BYTES,
     SEAL,
-    SECOND_PARTS,
     SEGMENT_HEADER_BYTES,
     TOUCH,
     FormatError,
@@ -57,58 +56,6 @@ _MOST_GONE = 1_000
 _UNKNOWN_SECONDS = 86400.0
 _ATTRIBUTE_SECONDS = 3.0
 """On a network file system the size of a segment may be known later than what its journal says."""
-
-
-@dataclass
-class SegmentInfo:
-    """A segment known to this process. `number` is its place in the catalog, never reused.
-
-    `read` is how far its journal has been followed, `stamp` the size, inode and time of change (ns) that the
-    journal had when all of it was looked at, `generation` how often it had been rewritten then.
-    """
-
-    name: SegmentName
-    number: int
-    uid: bytes
-    own: bool
-    read: int = RECORD_BYTES
-    stamp: tuple[int, int, int] = (0, 0, 0)
-    generation: int = 0
-    sealed: bool = False
-    dropped: bool = False
-    evicts: bool = False
-    """Are there EVICT records in its journal?"""
-    short_since: float | None = None
-    """When the segment was first seen to be shorter than its journal says, by `time.monotonic()`."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the journal when all of it was looked at, 0 before that."""
-        return self.stamp[0]
-
-
-_LONG_GONE = SegmentInfo(SegmentName("gone", 0), -1, bytes(16), own=False, sealed=True, dropped=True)
-
-
-@dataclass(frozen=True)
-class _News:
-    """What is new in a journal; `sealed` and `stamp` as in `SegmentInfo`, true once `records` are applied."""
-
-    segment: SegmentInfo
-    records: np.ndarray
-    sealed: bool
-    stamp: tuple[int, int, int]
-
-
-@dataclass
-class CatalogCounters:
-    """Counts since the process opened the namespace."""
-
-    refreshes: int = 0
-    damaged_records: int = 0
-    damaged_journals: int = 0
-    truncated_blocks: int = 0
-    vanished_segments: int = 0
 
 
 class Catalog:
@@ -148,7 +95,7 @@ class Catalog:
 
     def segment(self, number: int) -> SegmentInfo:
         """A segment by its number; one that went long ago is an empty name, of which no file is there."""
-        return self._segments.get(number) or self._gone.get(number) or _LONG_GONE
+        return self._segments.get(number) or self._gone.get(number) or LONG_GONE
 
     @property
     def segments(self) -> list[SegmentInfo]:
@@ -351,7 +298,7 @@ class Catalog:
         ]
         # Oldest first: of two copies of a block, the later put wins.
         journals.sort(key=lambda name: (name.started_ms, name.stem))
-        news: list[_News] = []
+        news: list[News] = []
         start, self._resume_at = self._resume_at, 0
         self.complete = True
         for count, name in enumerate(journals[start:] + journals[:start]):
@@ -373,7 +320,7 @@ class Catalog:
         known = self._by_name.get(name)
         return known is None or not (known.own or known.sealed or known.dropped)
 
-    def _follow(self, name: SegmentName) -> list[_News]:
+    def _follow(self, name: SegmentName) -> list[News]:
         """The records that are new in one journal."""
         known = self._by_name.get(name)
         path = os.path.join(self.directory, name.journal)
@@ -401,7 +348,7 @@ class Catalog:
             self._say("cannot read %s: %s", path, error)
         return []
 
-    def _read_journal(self, name: SegmentName, path: str, stamp: tuple[int, int, int]) -> list[_News]:
+    def _read_journal(self, name: SegmentName, path: str, stamp: tuple[int, int, int]) -> list[News]:
         size = stamp[0]
         fd = self._calls.open(path, os.O_RDONLY)
         try:
@@ -430,7 +377,7 @@ class Catalog:
             segment.read += consumed
             sealed = consumed > 0 and bool((records["kind"] == SEAL).any())
             seen = stamp if whole and len(data) == length else (0, 0, 0)
-            news = _News(segment, backed, sealed, seen)
+            news = News(segment, backed, sealed, seen)
             self.complete &= whole and len(data) == length
             self.counters.damaged_records += damaged
         finally:
@@ -456,7 +403,7 @@ class Catalog:
 
     # -- callers hold the lock ----------------------------------------------------------------------
 
-    def _apply(self, news: list[_News], last_look: bool) -> None:
+    def _apply(self, news: list[News], last_look: bool) -> None:
         # Evictions first, wherever they stand: else a copy that was evicted could displace a good one.
         for each in news:
             self._apply_evictions(each.records[each.records["kind"] == EVICT])
@@ -464,7 +411,7 @@ class Catalog:
             segment = each.segment
             if not segment.dropped:
                 puts = each.records[each.records["kind"] == PUT]
-                self._apply_puts(segment, puts, _fine_times(puts))
+                self._apply_puts(segment, puts, fine_times(puts))
             # Only now: who finds it sealed and without blocks may delete it.
             segment.evicts |= bool((each.records["kind"] == EVICT).any())
             segment.sealed |= each.sealed
@@ -475,7 +422,7 @@ class Catalog:
             records = each.records
             touches = records[records["kind"] == TOUCH]
             if len(touches):
-                self.index.touch(as_halves(touches["id"]), _fine_times(touches))
+                self.index.touch(as_halves(touches["id"]), fine_times(touches))
             if len(records):
                 self.clock.seen(float(records["time"].max()))
         if last_look:
@@ -548,10 +495,3 @@ class Catalog:
         A block is in a journal before its eviction is, so the second look would have found it.
         """
         self._early_before, self._evicted_early = self._evicted_early, {}
-
-
-def _fine_times(records: np.ndarray) -> np.ndarray:
-    """float64 (n,): the times of one journal's records, to 1/256 s where that is recorded, in their order."""
-    part = np.where(records["last_shard"] == 0, records["copy"], 0)
-    order: np.ndarray = np.arange(len(records)) / (len(records) + 1)
-    return records["time"] + (part + order) / SECOND_PARTS

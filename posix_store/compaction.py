@@ -10,8 +10,9 @@ import time
 import numpy as np
 
 from posix_store.capacity import SpaceKeeper
-from posix_store.catalog import Catalog, SegmentInfo
+from posix_store.catalog import Catalog
 from posix_store.freeing import read_journal
+from posix_store.known import SegmentInfo
 from posix_store.root import StoreRoot
 from posix_store.segment import (
     EVICT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -46,6 +47,7 @@ class Dumper:
         recency: Recency,
         admission: Admission,
         breaker: Breaker,
+        on_low: Callable[[], None],
         engine: Engine,
         counters: Counters,
         io_threads: int,
@@ -58,6 +60,7 @@ class Dumper:
         self._recency = recency
         self._admission = admission
         self._breaker = breaker
+        self._on_low = on_low
         self._engine = engine
         self._counters = counters
         self._io_threads = io_threads
@@ -98,6 +101,8 @@ class Dumper:
                 status[chosen], written = self._store(records, addresses[chosen], sizes, deadline)
             status = np.where(missing, status[first][which], status)
         self._counters.dumped(status, written, length)
+        if written and self._space.is_low:
+            self._on_low()
         return status
 
     def _stored(self, ids: np.ndarray, shards: np.ndarray, n_shards: int, length: int) -> np.ndarray:

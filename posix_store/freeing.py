@@ -16,8 +16,9 @@ import time
 import numpy as np
 
 from posix_store.capacity import NoSpace, SpaceKeeper
-from posix_store.catalog import Catalog, SegmentInfo
+from posix_store.catalog import Catalog
 from posix_store.errors import Reason
+from posix_store.known import SegmentInfo
 from posix_store.root import StoreRoot
 from posix_store.segment import (
     EVICT,

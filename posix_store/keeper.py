@@ -34,6 +34,7 @@ class Keeper:
         self._work = weakref.WeakMethod(work)
         self._used = threading.Event()
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -44,10 +45,16 @@ class Keeper:
             if self._thread is None:
                 self._start()
 
+    def nudge(self) -> None:
+        """There is something to do now: do not wait for the next round."""
+        self._used.set()
+        self._wake.set()
+
     def close(self, timeout: float) -> None:
         """End the thread; waits for a round under way, for `timeout` seconds at most. Idempotent."""
         self._stop.set()
         self._used.set()
+        self._wake.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
@@ -55,17 +62,23 @@ class Keeper:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._stop.is_set():
-                arguments = (self._work, self._used, self._stop)
+                arguments = (self._work, self._used, self._wake, self._stop)
                 self._thread = threading.Thread(
                     target=_run, args=arguments, name="posix-store-keeper", daemon=True
                 )
                 self._thread.start()
 
 
-def _run(work: weakref.WeakMethod[Callable[[], None]], used: threading.Event, stop: threading.Event) -> None:
+def _run(
+    work: weakref.WeakMethod[Callable[[], None]],
+    used: threading.Event,
+    wake: threading.Event,
+    stop: threading.Event,
+) -> None:
     logged_at = float("-inf")
     idle = 0
-    while not stop.wait(PERIOD):
+    while not (wake.wait(PERIOD) and stop.is_set()):
+        wake.clear()
         idle = 0 if used.is_set() else idle + 1
         used.clear()
         if idle > _IDLE_ROUNDS:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from posix_store.capacity import LOCK_TIMEOUT, GrownFile, SpaceKeeper
-from posix_store.catalog import SegmentInfo
+from posix_store.known import SegmentInfo
 from posix_store.root import StoreRoot
 from posix_store.segment import (
     EVICT,

@@ -142,6 +142,7 @@ class PosixStore:
             self.root, namespace, identity, self._space, self._catalog, segment_bytes, self._serve
         )
         self.evictor = Evictor(self.root, self._space, chosen, (namespace, self._catalog, self._writer))
+        self._keeper: Keeper | None = None
         recency = Recency(self._catalog.index, self._writer, self._catalog.clock)
         self._loader = Loader(
             self._catalog, self._files, self._writer, self.engine, recency, self.counters, calls,
@@ -149,14 +150,15 @@ class PosixStore:
         )  # fmt: skip
         self._dumper = Dumper(
             self._catalog, self._writer, self._space, self.evictor, recency, gate, self.health.writes,
-            self.engine, self.counters, io_threads, self.root.read_only_because,
+            self._make_room_ahead, self.engine, self.counters, io_threads, self.root.read_only_because,
         )  # fmt: skip
         self.upkeep = Upkeep(
             self.root, self._space, self._catalog, self._writer, self.evictor, namespace, ttl,
             writes=self.root.read_only_because is None,
         )  # fmt: skip
+        if maintenance:
+            self._keeper = Keeper(self.upkeep.round)
         self._served = self.root.serve(namespace)
-        self._keeper = Keeper(self.upkeep.round) if maintenance else None
         self._catalog.refresh(max_age=0, budget=float("inf"))
 
     def _serve(self) -> None:
@@ -176,6 +178,10 @@ class PosixStore:
             self.root.path, self.root.file_system,
         )  # fmt: skip
         return True
+
+    def _make_room_ahead(self) -> None:
+        if self._keeper is not None and os.getpid() == self._pid:
+            self._keeper.nudge()
 
     def _is_used(self) -> None:
         if self._keeper is not None and os.getpid() == self._pid:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from posix_store.capacity import SpaceKeeper
+from posix_store.capacity import LOW_SHARE, SpaceKeeper
 from posix_store.catalog import HIT_MAX_AGE, Catalog
 from posix_store.evictor import EvictionReport, Evictor
 from posix_store.root import StoreRoot
@@ -16,8 +16,8 @@ from posix_store.writer import SegmentWriter
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_SECONDS = 60.0
-LOW_SHARE, HIGH_SHARE = 32, 16
-"""Space is made when less than one 32nd of what the store may hold is free, until one 16th is."""
+HIGH_SHARE = 16
+"""Room is made until one part in so many of what the store may hold is free."""
 ROUND_SECONDS = 1.0
 """Time for making room in one round."""
 FLUSH_SECONDS = 1.0

@@ -4,6 +4,7 @@ They are forked from a server that has numpy and the store loaded, so that one c
 forks a process with threads.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -59,7 +60,8 @@ class Worker:
             self.process.join(30)
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may have come to its end
+            os.kill(self.pid, signal.SIGKILL)
 
     def __enter__(self) -> "Worker":
         return self

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from posix_store import StoreError
 from posix_store.capacity import SpaceKeeper
-from posix_store.catalog import SegmentInfo
 from posix_store.compaction import compact
 from posix_store.freeing import IDLE_WRITER_SECONDS, Freer
+from posix_store.known import SegmentInfo
 from posix_store.reclaim import reclaim
 from posix_store.root import EVICTION_LOCK_FILE, StoreRoot
 from posix_store.segment import (

@@ -67,7 +67,8 @@ def test_three_writers_stay_within_the_capacity(tmp_path: Path, place: str, page
                 worker.process.join(30)
         assert watch.most <= capacity, f"{watch.most} of {capacity} bytes"
         assert watch.samples > 20
-        assert {reason for _, _, counts in reports for reason in counts["unstored"]} <= {"full"}
+        # On a busy machine another process may have the store lock for longer than a dump waits for it.
+        assert {reason for _, _, counts in reports for reason in counts["unstored"]} <= {"full", "timeout"}
         with open_store(root, capacity=capacity, segment_bytes=64 << 10) as store:
             batches = [(seed, b) for seed, report in enumerate(reports) for b in range(report[1])]
             found = [ids for seed, b in batches for ids in batch_ids(seed, b, 8) if store.lookup([ids])[0]]

@@ -108,10 +108,11 @@ class Catalog:
         Those of segments that are there. Where not all journals could be read, for a day also those of
         segments that were never known here, since they may be about to be found.
         """
-        known = np.array([np.void(uid) for uid in self._by_uid] or [np.void(16)], "V16")
+        with self._lock:
+            known = np.array([np.void(uid) for uid in self._by_uid] or [np.void(16)], "V16")
+            gone = np.array([np.void(each.uid) for each in self._gone.values()] or [np.void(16)], "V16")
         matter: np.ndarray = np.isin(evictions["parent"], known)
         if not self.complete or self._ignored:
-            gone = np.array([np.void(each.uid) for each in self._gone.values()] or [np.void(16)], "V16")
             recent = evictions["time"] > self.clock.now() - _UNKNOWN_SECONDS
             matter |= recent & ~np.isin(evictions["parent"], gone)
         return matter
@@ -193,12 +194,12 @@ class Catalog:
 
     def set_aside(self, ids: np.ndarray, shards: np.ndarray, at: Locations) -> None:
         """Forget blocks that cannot be read at the moment. They stay on the disk; others may find them."""
-        self.index.drop(ids, shards, at)
-        with self._lock:
+        with self._lock:  # first: what the index does not name, and this neither, may be freed
             for number, offset, length in zip(
                 at.segment.tolist(), at.offset.tolist(), at.length.tolist(), strict=True
             ):
                 self._forgotten.setdefault(number, []).append((offset, length))
+        self.index.drop(ids, shards, at)
 
     def waiting_ranges(self, number: int) -> list[tuple[int, int]]:
         """Offset and length of what must stay in a segment though the index does not name it.

@@ -96,7 +96,7 @@ class Evictor:
             ahead = min(self._space.chunk, self.held_bytes // _PLAN_SHARE)
             try:
                 report = self._evict(max(missing + ahead, self._portion), deadline)
-            except OSError as error:
+            except (OSError, NoSpace) as error:
                 logger.warning("posix_store %s: cannot make room: %s", self._root.path, error)
                 return False
             return report.bytes > 0 or time.monotonic() > deadline
@@ -127,7 +127,7 @@ class Evictor:
                 self._look_up_namespaces(max(0.0, deadline - time.monotonic()))
                 report = EvictionReport()
                 self._carry_out(self._make_plan(target, namespaces, older_than), target, deadline, report)
-            except OSError as error:
+            except (OSError, NoSpace) as error:
                 logger.warning("posix_store %s: cannot evict: %s", self._root.path, error)
                 return EvictionReport()
             return self._counted(report)
@@ -168,10 +168,13 @@ class Evictor:
 
     def close(self) -> None:
         """Close the journals that were opened for evictions in namespaces of others. Idempotent."""
-        with self._lock:
-            for name, known in self._known.items():
-                if name != self._own:
-                    known.writer.close()
+        if self._lock.acquire(timeout=LOCK_TIMEOUT):  # an eviction may hang on a sick disk
+            try:
+                for name, known in self._known.items():
+                    if name != self._own:
+                        known.writer.close()
+            finally:
+                self._lock.release()
 
     # ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from posix_store.capacity import NoSpace, SpaceKeeper
+from posix_store.capacity import LOCK_TIMEOUT, NoSpace, SpaceKeeper
 from posix_store.catalog import Catalog
 from posix_store.errors import Reason
 from posix_store.known import SegmentInfo
@@ -158,10 +158,12 @@ class Freer:
             return 0
         try:
             size = self._calls.fstat(fd).st_blocks * 512
-            with contextlib.suppress(FileNotFoundError):
-                self._calls.unlink(path)
-            with contextlib.suppress(OSError):
-                self._calls.ftruncate(fd, 0)
+            # Under the store lock: without a name it is not counted any more, and its space is not free yet.
+            with self._root.lock(LOCK_TIMEOUT):
+                with contextlib.suppress(FileNotFoundError):
+                    self._calls.unlink(path)
+                with contextlib.suppress(OSError):
+                    self._calls.ftruncate(fd, 0)
             self._root.changed(path)
         finally:
             close_quietly(self._calls, fd)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from posix_store.capacity import LOW_SHARE, SpaceKeeper
+from posix_store.capacity import LOW_SHARE, NoSpace, SpaceKeeper
 from posix_store.catalog import HIT_MAX_AGE, Catalog
 from posix_store.evictor import EvictionReport, Evictor
 from posix_store.root import StoreRoot
@@ -76,10 +76,10 @@ class Upkeep:
         for chore in chores:
             try:
                 chore()
-            except OSError as error:
+            except (OSError, NoSpace) as error:
                 self._say(error)
 
-    def _say(self, error: OSError) -> None:
+    def _say(self, error: Exception) -> None:
         if time.monotonic() - self._said_at > _LOG_EVERY_SECONDS:
             self._said_at = time.monotonic()
             logger.warning("posix_store %s: upkeep is held up: %s", self._root.path, error)

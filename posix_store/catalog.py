@@ -118,6 +118,11 @@ class Catalog:
         return matter
 
     @property
+    def others_write(self) -> bool:
+        """Is there a segment of another process to which records may still be appended?"""
+        return any(not (s.own or s.sealed or s.dropped) for s in list(self._segments.values()))
+
+    @property
     def incomplete_blocks(self) -> int:
         """Blocks of which some shards are not recorded yet."""
         return len(self._assembler)

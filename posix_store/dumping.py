@@ -14,13 +14,21 @@ from posix_store.breaker import Breaker
 from posix_store.capacity import NoSpace, SpaceKeeper
 from posix_store.catalog import Catalog
 from posix_store.counters import Counters
-from posix_store.engine import Engine, reason_of
+from posix_store.engine import Engine, Publication, reason_of
 from posix_store.errors import Reason
 from posix_store.evictor import Evictor
-from posix_store.loading import MIN_REQUEST_BYTES
 from posix_store.recency import Recency
-from posix_store.segment import EXTENT_ALIGNMENT, PUT, RECORD, RECORD_BYTES, SECOND_PARTS, as_halves, as_void
-from posix_store.transfer import Transfer, plan
+from posix_store.segment import (
+    EXTENT_ALIGNMENT,
+    MAX_BATCH_RECORDS,
+    PUT,
+    RECORD,
+    RECORD_BYTES,
+    SECOND_PARTS,
+    as_halves,
+    as_void,
+)
+from posix_store.transfer import Transfer
 from posix_store.writer import Extent, SegmentWriter
 
 logger = logging.getLogger(__name__)
@@ -50,7 +58,6 @@ class Dumper:
         on_low: Callable[[], None],
         engine: Engine,
         counters: Counters,
-        io_threads: int,
         read_only_because: str | None,
     ) -> None:
         self._catalog = catalog
@@ -63,7 +70,6 @@ class Dumper:
         self._on_low = on_low
         self._engine = engine
         self._counters = counters
-        self._io_threads = io_threads
         self._read_only = read_only_because is not None
         self._root_path = space.root_path
         self._lock = threading.Lock()
@@ -142,7 +148,13 @@ class Dumper:
                 break
             try:
                 status[:count], written = self._write(records[:count], addresses[:count], sizes, deadline)
-                return status, written, int((status[:count] == Reason.TIMEOUT).sum())
+                late = int((status[:count] == Reason.TIMEOUT).sum()) if status.any() else 0
+                return status, written, late
+            except _Deleted:
+                status[:count] = Reason.EVICTED
+                tries += 1
+                if tries > MOST_TRIES:
+                    break
             except NoSpace as full:
                 status[:count] = full.reason
                 tries += 1
@@ -164,27 +176,54 @@ class Dumper:
     def _write(
         self, records: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float
     ) -> tuple[np.ndarray, int]:
-        length = int(sizes.sum())
+        """Write blocks and publish them: uint8 (n,) of `Reason`, and how many are new to everybody.
+
+        Raises `_Deleted` when somebody has deleted the segment meanwhile, and what `SegmentWriter` raises.
+        """
+        count, length = len(records), int(sizes.sum())
         try:
-            with self._writer.extent(length * len(records), len(records), deadline) as extent:
-                transfer = self._planned(extent, addresses, sizes)
-                self._engine.write(transfer, deadline)
-                good = transfer.status == Reason.OK
-                if not good.any():
-                    raise _NothingWritten
-                records["offset"] = extent.offset + np.arange(len(records)) * length
-                records["payload_crc"] = transfer.crc
-                new = good & ~self._stored_meanwhile(records, length)
-                if not new.any():
-                    raise _NothingNew
-                if not self._writer.publish(extent.segment, records[new], deadline):
-                    transfer.status[new] = Reason.EVICTED
+            with self._writer.extent(length * count, count, deadline) as extent:
+                offsets = extent.offset + np.arange(count, dtype=np.int64) * length
+                records["offset"] = offsets
+                transfer = Transfer.of(addresses, sizes, np.full(count, extent.fd, np.int32), offsets)
+                publication = None
+                if self._may_be_published_at_once(records):
+                    publication = Publication(extent.segment.tail, records)
+                self._engine.write(transfer, deadline, publication)
+                if publication is not None and publication.error is not None:
+                    raise publication.error
+                if publication is not None and publication.done:
+                    if publication.gone or not self._writer.published(extent.segment, records):
+                        raise _Deleted
+                    return transfer.status, count
+                return transfer.status, self._publish(extent, records, transfer, deadline)
         except _NothingWritten:
             why = Reason(int(transfer.status[0])).name.lower()
-            self._say("%d blocks go unstored: %s", len(records), _in_words(why, transfer.error))
+            self._say("%d blocks go unstored: %s", count, _in_words(why, transfer.error))
         except _NothingNew:
-            return transfer.status, 0
-        return transfer.status, int((new & (transfer.status == Reason.OK)).sum()) if good.any() else 0
+            pass
+        return transfer.status, 0
+
+    def _may_be_published_at_once(self, records: np.ndarray) -> bool:
+        """Must nothing be looked up between writing and publishing?"""
+        return (
+            not records["last_shard"][0]
+            and not self._catalog.others_write
+            and len(records) <= MAX_BATCH_RECORDS
+        )
+
+    def _publish(self, extent: Extent, records: np.ndarray, transfer: Transfer, deadline: float) -> int:
+        """Publish what was written of a batch; how many blocks that are new to everybody."""
+        good = transfer.status == Reason.OK
+        if not good.any():
+            raise _NothingWritten
+        records["payload_crc"] = transfer.crc
+        new = good & ~self._stored_meanwhile(records, extent.length // len(records))
+        if not new.any():
+            raise _NothingNew
+        if not self._writer.publish(extent.segment, records[new], deadline):
+            raise _Deleted
+        return int(new.sum())
 
     def _stored_meanwhile(self, records: np.ndarray, length: int) -> np.ndarray:
         """bool (n,): which blocks others have stored while this process wrote them: one copy is enough.
@@ -197,19 +236,6 @@ class Dumper:
         ids = as_halves(records["id"])
         at = self._catalog.index.locate(ids, records["shard"].astype(np.uint16))
         return at.present & (at.length == length) & (at.last_shard == 0)
-
-    def _planned(self, extent: Extent, addresses: np.ndarray, sizes: np.ndarray) -> Transfer:
-        count, length = len(addresses), int(sizes.sum())
-        share = max(MIN_REQUEST_BYTES, count * length // self._io_threads + 1)
-        transfer, _ = plan(
-            addresses,
-            sizes,
-            np.full(count, extent.fd, np.int32),
-            extent.offset + np.arange(count, dtype=np.int64) * length,
-            np.zeros(count, np.uint32),
-            share,
-        )
-        return transfer
 
     def _failed(self, error: OSError, count: int) -> np.ndarray:
         self._say("%d blocks go unstored: %s", count, error)
@@ -226,6 +252,10 @@ class Dumper:
 
 def _in_words(reason: str, error: OSError | None) -> str:
     return f"{reason} ({error}); `ucm-sglang doctor` tests the disk" if error else reason
+
+
+class _Deleted(Exception):
+    """Somebody has deleted the segment: what was published in it is seen by nobody."""
 
 
 class _NothingWritten(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 
@@ -17,13 +16,10 @@ from posix_store.index import Locations
 from posix_store.recency import Recency
 from posix_store.segment import evict_records
 from posix_store.syscalls import Syscalls
-from posix_store.transfer import Transfer, plan
+from posix_store.transfer import Transfer
 from posix_store.writer import SegmentWriter
 
 logger = logging.getLogger(__name__)
-
-MIN_REQUEST_BYTES = 1 << 20
-"""Below this, another thread costs more than it brings."""
 
 
 class Loader:
@@ -38,7 +34,6 @@ class Loader:
         recency: Recency,
         counters: Counters,
         calls: Syscalls,
-        io_threads: int,
         verify: bool,
     ) -> None:
         self._catalog = catalog
@@ -48,7 +43,6 @@ class Loader:
         self._engine = engine
         self._counters = counters
         self._calls = calls
-        self._io_threads = io_threads
         self._verify = verify
 
     def load(
@@ -97,40 +91,13 @@ class Loader:
             opened = fd_of >= 0
             readable = np.flatnonzero(opened)
             if readable.size:
-                share = readable.size * int(sizes.sum()) // self._io_threads + 1
-                transfer, order = plan(
-                    addresses[readable], sizes, fd_of[readable], at.offset[readable], at.crc[readable],
-                    max(MIN_REQUEST_BYTES, share),
-                )  # fmt: skip
-                self._engine.read(transfer, deadline, self._verify)
-                if not self._verify:
-                    self._refuse_holes(transfer)
-                status[readable[order]] = transfer.status
+                transfer = Transfer.of(
+                    addresses[readable], sizes, fd_of[readable], at.offset[readable], at.crc[readable]
+                )
+                self._engine.read(transfer, deadline, self._verify, find_holes=not self._verify)
+                status[readable] = transfer.status
                 error = transfer.error
         return status, opened, error
-
-    def _refuse_holes(self, transfer: Transfer) -> None:
-        """Without checksums: blocks in which there is a hole now may have been read as zeros.
-
-        A block is written whole, and a hole is never filled. So this needs no journal, and holds also when
-        somebody has deleted one.
-        """
-        for request, fd in enumerate(transfer.fds.tolist()):
-            first, last = int(transfer.first[request]), int(transfer.first[request + 1])
-            ends = int(transfer.offsets[request]) + np.cumsum(transfer.lengths[first:last])
-            begins = ends - transfer.lengths[first:last]
-            block = 0
-            while block < len(ends):
-                try:
-                    hole = self._calls.seek_hole(fd, int(begins[block]))
-                except OSError as error:
-                    if error.errno != errno.ENXIO:
-                        break  # this file system does not tell
-                    hole = int(begins[block])  # behind the end of the file
-                block = int(np.searchsorted(ends, hole, "right"))
-                if block < len(ends) and transfer.status[first + block] == Reason.OK:
-                    transfer.status[first + block] = Reason.EVICTED
-                block += 1
 
     def _drop_stale(self, at: Locations, status: np.ndarray, tried: np.ndarray) -> None:
         """Forget segments whose open file has become useless (ESTALE): their blocks are stored again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
@@ -13,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from posix_store.capacity import LOCK_TIMEOUT, GrownFile, SpaceKeeper
+from posix_store.journal import Journal
 from posix_store.known import SegmentInfo
 from posix_store.root import StoreRoot
 from posix_store.segment import (
@@ -25,7 +25,6 @@ from posix_store.segment import (
     SegmentName,
     encode_header,
     seal_record,
-    seal_records,
 )
 from posix_store.syscalls import Syscalls, close_quietly, write_at
 
@@ -39,35 +38,35 @@ class OpenSegment:
         cursor: where the next extent begins.
         users: dumps that have an extent in it.
         promised: bytes of journal that those dumps may still append.
-        broken: a journal append failed, so nothing may be appended any more.
+        tail: the end of the journal; engines append to it as well.
     """
 
-    def __init__(self, calls: Syscalls, info: SegmentInfo, data: GrownFile, journal: GrownFile) -> None:
+    def __init__(
+        self, calls: Syscalls, info: SegmentInfo, data: GrownFile, journal: GrownFile, tail: Journal
+    ) -> None:
         self.info = info
         self.data = data
         self.journal = journal
+        self.tail = tail
         self.cursor = SEGMENT_HEADER_BYTES
-        self.journal_end = RECORD_BYTES
         self.users = 0
         self.promised = 0
-        self.broken = False
         self._calls = calls
 
-    def append(self, records: np.ndarray) -> None:
+    @property
+    def journal_end(self) -> int:
+        return self.tail.end
+
+    @property
+    def broken(self) -> bool:
+        """Did a journal append fail, so that nothing may be appended any more?"""
+        return bool(self.tail.broken)
+
+    def append(self, records: np.ndarray, deadline: float) -> None:
         """Append records to the journal. Raises `OSError`; then none of the last append is ever visible."""
-        if self.broken:
-            raise OSError(errno.EBADF, "the journal is closed after a failed append")
-        try:
-            for start in range(0, len(records), MAX_BATCH_RECORDS):
-                data = seal_records(records[start : start + MAX_BATCH_RECORDS])
-                write_at(self._calls, self.journal.fd, data, self.journal_end)
-                self.journal_end += len(data)
-                self.info.evicts |= bool((records["kind"] == EVICT).any())
-        except OSError:
-            # What was written of the batch is an unfinished tail, which readers ignore for as long as
-            # nothing follows it. So nothing ever may.
-            self.broken = True
-            raise
+        for start in range(0, len(records), MAX_BATCH_RECORDS):
+            self.tail.append(records[start : start + MAX_BATCH_RECORDS], deadline)
+            self.info.evicts |= bool((records["kind"] == EVICT).any())
 
     def deleted(self) -> bool:
         """Has `clear` in another process, or an operator, deleted the files? Raises `OSError`."""
@@ -83,7 +82,7 @@ class OpenSegment:
             return False
         if not self.broken:
             with contextlib.suppress(OSError):
-                self.append(seal_record())
+                self.append(seal_record(), time.monotonic() + LOCK_TIMEOUT)
                 self.info.sealed = True
         for file, end in ((self.data, self.cursor), (self.journal, self.journal_end)):
             with contextlib.suppress(OSError):
@@ -99,6 +98,7 @@ def create_segment(
     name: SegmentName,
     space: SpaceKeeper,
     register: Callable[[SegmentName, bytes], SegmentInfo],
+    open_journal: Callable[[int, int], Journal],
     journal_bytes: int,
     urgent: bool,
 ) -> OpenSegment:
@@ -122,7 +122,8 @@ def create_segment(
         for file, magic, size in headers:
             header = encode_header(magic, uid, bytes.fromhex(namespace), time.time_ns())
             write_at(calls, file.fd, header.ljust(size, b"\0"), 0)
-        return OpenSegment(calls, register(name, uid), data, journal)
+        tail = open_journal(journal.fd, RECORD_BYTES)
+        return OpenSegment(calls, register(name, uid), data, journal, tail)
     except BaseException:
         discard(calls, opened)
         raise

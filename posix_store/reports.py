@@ -22,7 +22,7 @@ from posix_store.health import Health
 from posix_store.index import Entries
 from posix_store.root import StoreRoot
 from posix_store.syscalls import close_quietly
-from posix_store.transfer import plan
+from posix_store.transfer import Transfer
 
 _BATCH_BYTES = 32 << 20
 _EXAMPLES = 20
@@ -183,15 +183,12 @@ def _read_batch(files: SegmentFiles, engine: Engine, entries: Entries) -> np.nda
     with files.opened(entries.at.segment[:1]) as (fds, failed):
         if failed:
             return np.full(count, failed[number], np.uint8)
-        transfer, order = plan(
+        transfer = Transfer.of(
             addresses,
             np.array([length], np.int64),
             np.full(count, fds[number], np.int32),
             entries.at.offset,
             entries.at.crc,
-            _BATCH_BYTES,
         )
-        engine.read(transfer, float("inf"), True)
-    status = np.empty(count, np.uint8)
-    status[order] = transfer.status
-    return status
+        engine.read(transfer, float("inf"))
+    return transfer.status

@@ -19,7 +19,7 @@ from posix_store.capacity import NoSpace, SpaceKeeper
 from posix_store.catalog import Catalog
 from posix_store.counters import Counters
 from posix_store.dumping import Dumper
-from posix_store.engine import Engine, PythonEngine
+from posix_store.engine import Engine
 from posix_store.errors import Reason, StoreError
 from posix_store.evictor import Evictor
 from posix_store.files import SegmentFiles
@@ -28,6 +28,7 @@ from posix_store.ids import Ids, as_ids, as_shards
 from posix_store.keeper import Keeper
 from posix_store.loading import Loader
 from posix_store.mount_type import may_be_shared
+from posix_store.native import engine_named
 from posix_store.policies import policy_named
 from posix_store.recency import Recency
 from posix_store.reports import StoreStats, VerifyReport, store_stats, verify_blocks
@@ -80,7 +81,8 @@ class PosixStore:
         maintenance: a background thread makes room ahead, follows journals and collects garbage while the
             store is used. Without it dumps make room when they must.
         writable: False never writes anything, and needs a store to be there.
-        engine: moves the bytes; None: the pure-Python engine. Closed with the store.
+        engine: moves the bytes: `native` (C), `python`, `auto`: native if it was built, or an `Engine`.
+            Closed with the store.
         syscalls: for fault injection.
 
     Raises:
@@ -108,7 +110,7 @@ class PosixStore:
         write_queue_bytes: int = 1 << 30,
         maintenance: bool = True,
         writable: bool = True,
-        engine: Engine | None = None,
+        engine: Engine | str = "auto",
         syscalls: Syscalls | None = None,
     ) -> None:
         if not NAMESPACE_NAME.fullmatch(namespace):
@@ -125,7 +127,7 @@ class PosixStore:
         calls = syscalls or Syscalls()
         self.namespace = namespace
         self.root = StoreRoot(root, capacity=capacity, create=writable, syscalls=calls)
-        self.engine = engine or PythonEngine(calls, io_threads)
+        self.engine = engine_named(engine, calls, io_threads) if isinstance(engine, str) else engine
         self.counters = Counters()
         self.health = Health(
             self.root.path, breaker_failures, breaker_seconds, slow_seconds, write_queue_bytes
@@ -139,18 +141,25 @@ class PosixStore:
         self._files = SegmentFiles(self._catalog, namespace, calls)
         self._space = SpaceKeeper(self.root, min_free, chunk=min(64 << 20, segment_bytes // 4))
         self._writer = SegmentWriter(
-            self.root, namespace, identity, self._space, self._catalog, segment_bytes, self._serve
+            self.root,
+            namespace,
+            identity,
+            self._space,
+            self._catalog,
+            segment_bytes,
+            self.engine.journal,
+            self._serve,
         )
         self.evictor = Evictor(self.root, self._space, chosen, (namespace, self._catalog, self._writer))
         self._keeper: Keeper | None = None
         recency = Recency(self._catalog.index, self._writer, self._catalog.clock)
         self._loader = Loader(
             self._catalog, self._files, self._writer, self.engine, recency, self.counters, calls,
-            io_threads, self._must_verify(verify),
+            self._must_verify(verify),
         )  # fmt: skip
         self._dumper = Dumper(
             self._catalog, self._writer, self._space, self.evictor, recency, gate, self.health.writes,
-            self._make_room_ahead, self.engine, self.counters, io_threads, self.root.read_only_because,
+            self._make_room_ahead, self.engine, self.counters, self.root.read_only_because,
         )  # fmt: skip
         self.upkeep = Upkeep(
             self.root, self._space, self._catalog, self._writer, self.evictor, namespace, ttl,

@@ -1,6 +1,6 @@
-"""A prepared batch: which memory goes to or comes from which place in which file, in numpy arrays.
+"""A batch: which memory goes to or comes from which place in which file, in numpy arrays.
 
-Planning is vectorised and makes no system call. An engine needs nothing but a `Transfer` to run it.
+An engine needs nothing but a `Transfer` to move it. Planning is vectorised and makes no system call.
 """
 
 from __future__ import annotations
@@ -9,35 +9,62 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posix_store.errors import Reason
 from posix_store.segment import MAX_BLOCK_BYTES
 
 
 @dataclass
 class Transfer:
-    """n blocks in file order, cut into r requests of neighbouring blocks.
+    """n blocks of k components each, in any order.
 
     The caller keeps the memory behind the addresses alive and unchanged until the engine returns.
     """
 
-    iov: np.ndarray
-    """uint64 (n * k, 2): address and bytes of every component, block after block."""
-    components: int
-    """k, the components of each block."""
-    lengths: np.ndarray
-    """int64 (n,): bytes of each block."""
+    addresses: np.ndarray
+    """int64 (n, k): where each component of each block is in memory."""
+    sizes: np.ndarray
+    """int64 (k,): bytes of each component."""
     fds: np.ndarray
-    """int32 (r,): file of each request."""
+    """int32 (n,): file of each block."""
     offsets: np.ndarray
-    """int64 (r,): where in the file each request begins."""
-    first: np.ndarray
-    """int64 (r + 1,): blocks first[i] to first[i + 1] belong to request i."""
-    status: np.ndarray
-    """uint8 (n,): a `Reason` for each block, set by the engine."""
+    """int64 (n,): where each block begins in its file."""
     crc: np.ndarray
     """uint32 (n,): CRC-32C of each block. Reading: what is expected. Writing: set by the engine."""
+    status: np.ndarray
+    """uint8 (n,): a `Reason` for each block, `OK` before, set by the engine."""
+    direct: bool = False
+    """Are the files open with O_DIRECT? Then every system call is to move much."""
     error: OSError | None = None
     """The first error that the file system returned, for people; set by the engine."""
+
+    @classmethod
+    def of(
+        cls,
+        addresses: np.ndarray,
+        sizes: np.ndarray,
+        fds: np.ndarray,
+        offsets: np.ndarray,
+        crc: np.ndarray | None = None,
+        direct: bool = False,
+    ) -> Transfer:
+        """A transfer with its arrays contiguous, which native code needs."""
+        count = len(addresses)
+        return cls(
+            np.ascontiguousarray(addresses, np.int64),
+            np.ascontiguousarray(sizes, np.int64),
+            np.ascontiguousarray(fds, np.int32),
+            np.ascontiguousarray(offsets, np.int64),
+            np.zeros(count, np.uint32) if crc is None else np.ascontiguousarray(crc, np.uint32),
+            np.zeros(count, np.uint8),
+            direct,
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of each block."""
+        return int(self.sizes.sum())
 
 
 def component_sizes(sizes: int | np.ndarray, addresses: np.ndarray) -> np.ndarray:
@@ -74,34 +101,38 @@ def address_matrix(
     return matrix, component_sizes(sizes, matrix)
 
 
-def plan(
-    addresses: np.ndarray,
-    sizes: np.ndarray,
-    fds: np.ndarray,
-    offsets: np.ndarray,
-    crc: np.ndarray,
-    request_bytes: int,
-) -> tuple[Transfer, np.ndarray]:
+@dataclass
+class Requests:
+    """A transfer's blocks in file order, cut into r requests of neighbouring blocks."""
+
+    order: np.ndarray
+    """int64 (n,): block i of the requests is row order[i] of the transfer."""
+    iov: np.ndarray
+    """uint64 (n * k, 2): address and bytes of every component, block after block."""
+    fds: np.ndarray
+    """int32 (r,): file of each request."""
+    offsets: np.ndarray
+    """int64 (r,): where in the file each request begins."""
+    first: np.ndarray
+    """int64 (r + 1,): blocks first[i] to first[i + 1] belong to request i."""
+
+    def __len__(self) -> int:
+        return len(self.fds)
+
+
+def plan(transfer: Transfer, request_bytes: int) -> Requests:
     """Put blocks into file order and coalesce neighbours into requests.
 
     Args:
-        addresses: int64 (n, k).
-        sizes: int64 (k,), bytes of each component.
-        fds: int32 (n,), file of each block.
-        offsets: int64 (n,), place of each block in its file.
-        crc: uint32 (n,).
         request_bytes: about how many bytes a request may have; a block is never cut.
-
-    Returns:
-        The transfer, and `order`, int64 (n,): block i of the transfer is row order[i] of the arguments.
     """
-    count, components = addresses.shape
-    length = int(sizes.sum())
-    order = np.lexsort((offsets, fds))
-    fds, offsets = fds[order], offsets[order]
+    count, components = transfer.addresses.shape
+    length = transfer.block_bytes
+    order = np.lexsort((transfer.offsets, transfer.fds))
+    fds, offsets = transfer.fds[order], transfer.offsets[order]
     iov = np.empty((count, components, 2), np.uint64)
-    iov[:, :, 0] = addresses[order]
-    iov[:, :, 1] = sizes
+    iov[:, :, 0] = transfer.addresses[order]
+    iov[:, :, 1] = transfer.sizes
     begins = np.ones(count, bool)
     begins[1:] = (fds[1:] != fds[:-1]) | (offsets[1:] != offsets[:-1] + length)
     per_request = max(1, request_bytes // length)
@@ -109,14 +140,4 @@ def plan(
     run = np.cumsum(begins) - 1
     begins |= (np.arange(count) - starts[run]) % per_request == 0
     first = np.append(np.flatnonzero(begins), count)
-    transfer = Transfer(
-        iov=iov.reshape(-1, 2),
-        components=components,
-        lengths=np.full(count, length, np.int64),
-        fds=fds[first[:-1]],
-        offsets=offsets[first[:-1]],
-        first=first,
-        status=np.full(count, Reason.OK, np.uint8),
-        crc=crc[order],
-    )
-    return transfer, order
+    return Requests(order, iov.reshape(-1, 2), fds[first[:-1]], offsets[first[:-1]], first)

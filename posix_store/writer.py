@@ -8,6 +8,7 @@ the batch does not exist for anybody (invariant I2).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ import numpy as np
 from posix_store.capacity import LOCK_TIMEOUT, NoSpace, SpaceKeeper
 from posix_store.catalog import Catalog
 from posix_store.errors import Reason
+from posix_store.journal import Journal, PythonJournal
 from posix_store.open_segment import OpenSegment, create_segment
 from posix_store.root import StoreRoot
 from posix_store.segment import (
@@ -42,6 +44,8 @@ _MAX_JOURNAL_BYTES = 64 << 20
 _SEGMENTS_IN_CAPACITY = 16
 """Segments are no larger than this share of the capacity: a segment may have to be evicted whole."""
 _LEAST_SEGMENT_BYTES = 64 << 10
+_LOOK_SECONDS = 0.5
+"""How often a writer asks whether somebody has deleted its files before it writes into them."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class SegmentWriter:
         identity: written to NAMESPACE.json; None leaves that file alone.
         catalog: told of new segments and of what is published.
         segment_bytes: a segment is closed and a new one begun when it would grow beyond this.
+        open_journal: makes the end of a journal from its descriptor and where appends begin; an engine's,
+            if it is to append.
         on_create: called when the namespace's directory is sure to be there.
     """
 
@@ -77,6 +83,7 @@ class SegmentWriter:
         space: SpaceKeeper,
         catalog: Catalog,
         segment_bytes: int,
+        open_journal: Callable[[int, int], Journal] | None = None,
         on_create: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
@@ -86,6 +93,7 @@ class SegmentWriter:
         self._space = space
         self._catalog = catalog
         self._segment_bytes = segment_bytes
+        self._open_journal = open_journal or functools.partial(PythonJournal, root.syscalls)
         self._on_create = on_create
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
@@ -93,6 +101,7 @@ class SegmentWriter:
         self._writer = new_writer_name()
         self._seq = 0
         self._current: OpenSegment | None = None
+        self._looked_at = float("-inf")
         self._ended: list[tuple[OpenSegment, int, Extent | None]] = []
         self._noted_lock = threading.Lock()
         self._noted: list[np.ndarray] = []
@@ -162,8 +171,17 @@ class SegmentWriter:
         with self._locked(deadline):
             self._append_noted(segment)
             self._catalog.assign_copies(segment.info, records)
-            self._append(segment, records)
+            self._append(segment, records, deadline)
+            if segment.deleted():
+                return False
             return self._catalog.publish_own(segment.info, records)
+
+    def published(self, segment: OpenSegment, records: np.ndarray) -> bool:
+        """An engine has appended records (of blocks that are not sharded) to a segment's journal.
+
+        False when the segment has been refused meanwhile.
+        """
+        return self._catalog.publish_own(segment.info, records)
 
     def note(self, records: np.ndarray) -> None:
         """Append EVICT or TOUCH records (`RECORD` array) with what is stored next, or at the next `flush`.
@@ -208,11 +226,12 @@ class SegmentWriter:
             segment = self._writable(0, urgent=True)
             ends = [(segment.journal, self._journal_end(segment) + len(records) * RECORD_BYTES)]
             with self._space.reserve(ends, urgent=True):
-                self._append(segment, records)
+                self._append(segment, records, time.monotonic() + LOCK_TIMEOUT)
 
     def let_go_of_deleted(self) -> None:
         """Close files that others have deleted: while they are open, their space is not free."""
         with contextlib.suppress(NoSpace, OSError), self._locked(time.monotonic()):
+            self._looked_at = time.monotonic()
             if self._current is not None and self._current.deleted():
                 self._retire()
 
@@ -253,7 +272,7 @@ class SegmentWriter:
                 self._segment_bytes,
                 max(_LEAST_SEGMENT_BYTES, self._root.capacity // _SEGMENTS_IN_CAPACITY),
             )
-            if current.info.dropped or current.deleted():
+            if current.info.dropped or self._is_deleted(current):
                 self._retire()
             elif current.cursor > SEGMENT_HEADER_BYTES and current.cursor + length > most:
                 # It stays until there is another: evictions, which make room for that, are recorded in it.
@@ -264,6 +283,14 @@ class SegmentWriter:
             self._current = self._create(urgent)
         return self._current
 
+    def _is_deleted(self, segment: OpenSegment) -> bool:
+        """Asked again after each append, so that not every dump has to ask before."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_SECONDS:
+            return False
+        self._looked_at = now
+        return segment.deleted()
+
     def _journal_end(self, segment: OpenSegment) -> int:
         """Where the journal ends when all that is promised, waiting to be recorded, and SEAL are in it."""
         return segment.journal_end + segment.promised + self._waiting_bytes()
@@ -273,6 +300,8 @@ class SegmentWriter:
 
     def _settle(self) -> None:
         """Account for extents whose dumps have ended; those that hold nothing are given back."""
+        if self._current is not None and self._current.broken:
+            self._retire()
         while self._ended:
             segment, promise, unused = self._ended.pop()
             if unused is not None and segment.cursor == align(unused.offset + unused.length):
@@ -294,8 +323,8 @@ class SegmentWriter:
             name = SegmentName(self._writer, self._seq)
             self._seq += 1
             return create_segment(
-                self._root, self._namespace, name, self._space, self._catalog.add_own, self._waiting_bytes(),
-                urgent,
+                self._root, self._namespace, name, self._space, self._catalog.add_own, self._open_journal,
+                self._waiting_bytes(), urgent,
             )  # fmt: skip
 
     def _append_noted(self, segment: OpenSegment) -> None:
@@ -311,16 +340,15 @@ class SegmentWriter:
             records = records[: max(0, room)]
         try:
             if len(records):
-                self._append(segment, records)
+                self._append(segment, records, time.monotonic() + LOCK_TIMEOUT)
         except OSError as error:
             logger.warning("cannot note %d evictions and uses in the journal: %s", len(records), error)
 
-    def _append(self, segment: OpenSegment, records: np.ndarray) -> None:
+    def _append(self, segment: OpenSegment, records: np.ndarray, deadline: float) -> None:
         try:
-            segment.append(records)
+            segment.append(records, deadline)
         finally:
-            if segment.broken and segment is self._current:
-                self._retire()
+            self._settle()
 
     def _retire(self) -> None:
         """Take no more extents from the current segment; dumps under way may still publish."""

@@ -47,7 +47,8 @@ env_find_python() {
 env_stamp() {
   local requirements
   requirements="$(env_requirements "$1")" || return
-  { cat "$requirements" "$UCM_ROOT/pyproject.toml" && echo "$UCM_ROOT"; } | sha256sum | cut -d' ' -f1
+  { cat "$requirements" "$UCM_ROOT"/pyproject.toml "$UCM_ROOT"/posix_store/*.[ch] && echo "$UCM_ROOT"; } |
+    sha256sum | cut -d' ' -f1
 }
 
 # env_pip PYTHON ARGS...: pip with its lines shown; only its notes on absent local index folders are left out.

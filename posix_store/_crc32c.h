@@ -21,6 +21,7 @@
 #include <string.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
@@ -104,24 +105,30 @@ static uint32_t crc32c_portable_raw(uint32_t state, const uint8_t *data, size_t 
 
 /* ---- The CPU's own CRC-32C instruction, in three lanes ---- */
 
+/* Assembler, because compilers differ in the header and the options that give the intrinsics. */
 #if defined(__x86_64__)
-#define CRC32C_INSTRUCTION __attribute__((target("sse4.2")))
-#define CRC32C_STEP8(state, word) ((uint32_t)_mm_crc32_u64((state), (word)))
-#define CRC32C_STEP1(state, byte) _mm_crc32_u8((state), (byte))
-#elif defined(__aarch64__) && defined(__AARCH64EL__)
-/* Assembler, because compilers differ in which header and flags give the intrinsic. */
 #define CRC32C_INSTRUCTION
-CRC32C_INLINE uint32_t CRC32C_STEP8(uint32_t state, uint64_t word)
+CRC32C_INLINE uint32_t crc32c_step8(uint32_t state, uint64_t word)
 {
-    uint32_t result;
-    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w1, %x2" : "=r"(result) : "r"(state), "r"(word));
-    return result;
+    __asm__("crc32q %1, %q0" : "+r"(state) : "r"(word));
+    return state;
 }
-CRC32C_INLINE uint32_t CRC32C_STEP1(uint32_t state, uint8_t byte)
+CRC32C_INLINE uint32_t crc32c_step1(uint32_t state, uint8_t byte)
 {
-    uint32_t result;
-    __asm__(".arch_extension crc\n\tcrc32cb %w0, %w1, %w2" : "=r"(result) : "r"(state), "r"((uint32_t)byte));
-    return result;
+    __asm__("crc32b %1, %0" : "+r"(state) : "r"(byte));
+    return state;
+}
+#elif defined(__aarch64__) && defined(__AARCH64EL__)
+#define CRC32C_INSTRUCTION
+CRC32C_INLINE uint32_t crc32c_step8(uint32_t state, uint64_t word)
+{
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(state) : "r"(word));
+    return state;
+}
+CRC32C_INLINE uint32_t crc32c_step1(uint32_t state, uint8_t byte)
+{
+    __asm__(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(state) : "r"((uint32_t)byte));
+    return state;
 }
 #endif
 
@@ -135,29 +142,29 @@ CRC32C_INLINE uint64_t crc32c_load8(const uint8_t *data)
 }
 
 /* One after the other, for ends: each step waits for the one before it. */
-CRC32C_INSTRUCTION static uint32_t crc32c_serial_raw(uint32_t state, const uint8_t *data, size_t length)
+static uint32_t crc32c_serial_raw(uint32_t state, const uint8_t *data, size_t length)
 {
     for (; length >= 8; data += 8, length -= 8)
-        state = CRC32C_STEP8(state, crc32c_load8(data));
+        state = crc32c_step8(state, crc32c_load8(data));
     for (; length > 0; data++, length--)
-        state = CRC32C_STEP1(state, *data);
+        state = crc32c_step1(state, *data);
     return state;
 }
 
 /* The instruction takes about three cycles but one can start each cycle: three lanes keep it busy. */
-CRC32C_INSTRUCTION static inline uint32_t crc32c_three_raw(uint32_t state, const uint8_t *data, size_t lane,
-                                                           uint32_t over_one, uint32_t over_two)
+static inline uint32_t crc32c_three_raw(uint32_t state, const uint8_t *data, size_t lane, uint32_t over_one,
+                                        uint32_t over_two)
 {
     uint32_t second = 0, third = 0;
     for (const uint8_t *end = data + lane; data < end; data += 8) {
-        state = CRC32C_STEP8(state, crc32c_load8(data));
-        second = CRC32C_STEP8(second, crc32c_load8(data + lane));
-        third = CRC32C_STEP8(third, crc32c_load8(data + 2 * lane));
+        state = crc32c_step8(state, crc32c_load8(data));
+        second = crc32c_step8(second, crc32c_load8(data + lane));
+        third = crc32c_step8(third, crc32c_load8(data + 2 * lane));
     }
     return crc32c_multiply(state, over_two) ^ crc32c_multiply(second, over_one) ^ third;
 }
 
-CRC32C_INSTRUCTION static uint32_t crc32c_instruction_raw(uint32_t state, const uint8_t *data, size_t length)
+static uint32_t crc32c_instruction_raw(uint32_t state, const uint8_t *data, size_t length)
 {
     /* Two sizes: long lanes make the joins cheap, short ones leave little for the serial end. */
     for (; length >= 3 * 4096; data += 3 * 4096, length -= 3 * 4096)
@@ -208,8 +215,8 @@ CRC32C_INLINE CRC32C_PCLMUL uint32_t crc32c_finish_raw(__m128i sum, const uint8_
     const __m128i key = CRC32C_KEY(CRC32C_X159, CRC32C_X95);
     for (; length >= 16; data += 16, length -= 16)
         sum = crc32c_fold(sum, key, crc32c_load16(data));
-    uint32_t state = CRC32C_STEP8(0, (uint64_t)_mm_cvtsi128_si64(sum));
-    state = CRC32C_STEP8(state, (uint64_t)_mm_extract_epi64(sum, 1));
+    uint32_t state = crc32c_step8(0, (uint64_t)_mm_cvtsi128_si64(sum));
+    state = crc32c_step8(state, (uint64_t)_mm_extract_epi64(sum, 1));
     return crc32c_serial_raw(state, data, length);
 }
 
@@ -301,12 +308,23 @@ struct crc32c_way {
 static int crc32c_always(void) { return 1; }
 
 #if defined(__x86_64__)
-/* The compiler's check of avx512f includes that the kernel saves the wide registers. */
-static int crc32c_has_sse42(void) { return __builtin_cpu_supports("sse4.2") != 0; }
-static int crc32c_has_pclmul(void) { return crc32c_has_sse42() && __builtin_cpu_supports("pclmul"); }
+/* Asked of the CPU itself: the library behind __builtin_cpu_supports is a stub in some tool chains. */
+static int crc32c_has(unsigned ecx_bits)
+{
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & ecx_bits) == ecx_bits;
+}
+static int crc32c_has_sse42(void) { return crc32c_has(bit_SSE4_2); }
+static int crc32c_has_pclmul(void) { return crc32c_has(bit_SSE4_2 | bit_PCLMUL); }
 static int crc32c_has_avx512(void)
 {
-    return crc32c_has_pclmul() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+    unsigned eax, ebx, ecx, edx, saved, high;
+    if (!crc32c_has(bit_SSE4_2 | bit_PCLMUL | bit_OSXSAVE))
+        return 0;
+    /* The kernel must save xmm, ymm, the mask registers and both parts of zmm: bits 1, 2, 5, 6 and 7. */
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    return (saved & 0xe6) == 0xe6 && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & bit_AVX512F) &&
+           (ecx & bit_VPCLMULQDQ);
 }
 #elif defined(CRC32C_INSTRUCTION) && defined(__linux__)
 static int crc32c_has_arm64(void) { return (getauxval(AT_HWCAP) & (1u << 7)) != 0; /* HWCAP_CRC32 */ }
@@ -330,9 +348,6 @@ static const struct crc32c_way *crc32c_chosen;
 /* When loaded, hence before any thread can call: nothing here needs a lock or a check at each call. */
 __attribute__((constructor)) static void crc32c_setup(void)
 {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-#endif
     crc32c_fill_tables();
     const struct crc32c_way *way = crc32c_ways;
     while (!way->possible())

@@ -10,6 +10,7 @@
 #include <structmember.h>
 
 #include "_engine.h"
+#include "_table.h"
 
 /* ---- System calls made by a Python object, for tests that inject faults ---- */
 
@@ -307,7 +308,63 @@ static PyObject *native_crc_kind(PyObject *module, PyObject *none) {
     return PyUnicode_FromString(crc32c_kind());
 }
 
+/* ---- The table of the index ---- */
+
+/* Holds the buffers of slots, ids and shards for one call. */
+static int take_columns(PyObject *const *args, Py_buffer *views, struct columns *t) {
+    for (int i = 0; i < 3; i++) {
+        if (PyObject_GetBuffer(args[i], views + i, i ? PyBUF_SIMPLE : PyBUF_WRITABLE)) {
+            release_buffers(views, i);
+            return -1;
+        }
+    }
+    Py_ssize_t slots = views[0].len / 4;
+    *t = (struct columns){views[0].buf, views[1].buf, views[2].buf, (uint64_t)slots - 1, views[2].len / 2};
+    if (slots > 0 && !(slots & (slots - 1)) && views[1].len >= t->rows * 16) return 0;
+    PyErr_SetString(PyExc_ValueError, "columns of different lengths, or slots that are no power of two");
+    release_buffers(views, 3);
+    return -1;
+}
+
+/* find(slots, ids, shards, wanted ids, wanted shards, found) */
+static PyObject *native_find(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    Py_buffer views[6];
+    struct columns table;
+    (void)module;
+    if (nargs != 6) return PyErr_Format(PyExc_TypeError, "find takes 6 arguments, not %zd", nargs);
+    if (take_columns(args, views, &table)) return NULL;
+    Py_ssize_t count = PyObject_Size(args[5]);
+    static const Py_ssize_t sizes[] = {16, 2, 8};
+    for (int i = 0; i < 3; i++) {
+        if (count < 0 || take_buffer(args[3 + i], views + 3 + i, count, sizes[i], i == 2)) {
+            release_buffers(views, 3 + i);
+            return NULL;
+        }
+    }
+    table_find(&table, views[3].buf, views[4].buf, count, views[5].buf);
+    release_buffers(views, 6);
+    Py_RETURN_NONE;
+}
+
+/* insert(slots, ids, shards, rows) */
+static PyObject *native_insert(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    Py_buffer views[4];
+    struct columns table;
+    (void)module;
+    if (nargs != 4) return PyErr_Format(PyExc_TypeError, "insert takes 4 arguments, not %zd", nargs);
+    if (take_columns(args, views, &table)) return NULL;
+    if (PyObject_GetBuffer(args[3], views + 3, PyBUF_SIMPLE)) {
+        release_buffers(views, 3);
+        return NULL;
+    }
+    table_insert(&table, views[3].buf, views[3].len / 8);
+    release_buffers(views, 4);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"find", (PyCFunction)(void (*)(void))native_find, METH_FASTCALL, "look up keys in the table of an index"},
+    {"insert", (PyCFunction)(void (*)(void))native_insert, METH_FASTCALL, "put rows into the table of an index"},
     {"pool", native_pool, METH_O, "pool(threads) -> threads that move batches"},
     {"move", (PyCFunction)(void (*)(void))native_move, METH_FASTCALL, "move a batch -> (errno, published)"},
     {"crc32c", native_crc32c, METH_VARARGS, "crc32c(data, crc=0)"},

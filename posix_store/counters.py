@@ -42,7 +42,7 @@ class Counters:
 
     def loaded(self, status: np.ndarray, bytes_each: int) -> None:
         """Account for a load: uint8 (n,) of `Reason`."""
-        good = int((status == Reason.OK).sum())
+        good = len(status) - int(np.count_nonzero(status))
         with self._lock:
             self.load_blocks += len(status)
             self.loaded_blocks += good
@@ -55,7 +55,7 @@ class Counters:
             self.dump_blocks += len(status)
             self.written_blocks += written
             self.written_bytes += written * bytes_each
-            self.already_stored_blocks += int((status == Reason.OK).sum()) - written
+            self.already_stored_blocks += len(status) - int(np.count_nonzero(status)) - written
             _add(self.unstored, status)
 
     def snapshot(self) -> dict[str, Any]:
@@ -65,6 +65,8 @@ class Counters:
 
 
 def _add(counts: dict[str, int], status: np.ndarray) -> None:
+    if not np.count_nonzero(status):
+        return
     for reason, number in zip(*np.unique(status[status != Reason.OK], return_counts=True), strict=True):
         name = Reason(int(reason)).name.lower()
         counts[name] = counts.get(name, 0) + int(number)

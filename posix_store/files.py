@@ -9,8 +9,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 
-import numpy as np
-
 from posix_store.catalog import Catalog
 from posix_store.engine import reason_of
 from posix_store.errors import Reason
@@ -38,7 +36,7 @@ class SegmentFiles:
         catalog.on_drop = self._close_dropped
 
     @contextlib.contextmanager
-    def opened(self, numbers: np.ndarray) -> Iterator[tuple[dict[int, int], dict[int, Reason]]]:
+    def opened(self, numbers: list[int]) -> Iterator[tuple[dict[int, int], dict[int, Reason]]]:
         """Descriptors of segments for the body of the `with`, and reasons for those that cannot be had.
 
         A segment whose file is gone or is another's is dropped from the catalog.
@@ -46,7 +44,7 @@ class SegmentFiles:
         held: dict[int, int] = {}
         failed: dict[int, Reason] = {}
         try:
-            for number in numbers.tolist():
+            for number in numbers:
                 try:
                     held[number] = self._acquire(number)
                 except FormatError as error:

@@ -36,6 +36,9 @@ class Health:
                 counters.loaded(status, length)
                 return status
             status = work()
+            if not np.count_nonzero(status):
+                operation.ended(count * length)
+                return status
             moved = np.isin(status, (Reason.OK, Reason.CHECKSUM)).sum()
             operation.ended(
                 int(moved) * length,

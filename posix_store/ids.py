@@ -38,7 +38,9 @@ def as_shards(shards: int | Sequence[int] | np.ndarray | None, count: int) -> np
     Raises:
         ValueError: an index is negative or too large, or there are not `count` of them.
     """
-    array = np.asarray(0 if shards is None else shards, np.int64)
+    if shards is None:
+        return np.zeros(count, np.uint16)
+    array = np.asarray(shards, np.int64)
     if array.size and (array.min() < 0 or array.max() >= MAX_SHARDS):
         raise ValueError(f"shard indices must be in 0..{MAX_SHARDS - 1}")
     if array.ndim and array.shape != (count,):

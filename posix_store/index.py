@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from posix_store.policies import Residents
-
-_EMPTY, _TOMBSTONE = -1, -2
-_MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
+from posix_store.table import Table
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,16 @@ class Entries:
         return Entries(joined[0], joined[1], at, *joined[2:])
 
 
+_MOST_WAITING = 64
+"""Batches of which the uses may wait."""
 _WHERE = ("segment", "offset", "length", "crc", "last_shard")
 
 
 class Index:
     """id and shard -> location. The last `put` of a key wins.
+
+    Args:
+        compiled: False does without C, for tests.
 
     Attributes:
         expired_before: blocks stored before this (Unix seconds) are not found, though they are still there.
@@ -105,7 +108,7 @@ class Index:
         "_stored", "_used",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool = True) -> None:
         self.expired_before = float("-inf")
         self._lock = threading.Lock()
         rows = 1024
@@ -121,10 +124,10 @@ class Index:
         self._last_shard = np.empty(rows, np.uint16)
         self._rows = 0
         self._free: list[int] = []
-        self._slots = np.full(4096, _EMPTY, np.int32)
-        self._filled = 0
+        self._table = Table(compiled)
         self._blocks = 0
         self._bytes = 0
+        self._uses: list[tuple[np.ndarray, float]] = []
 
     def __len__(self) -> int:
         """Number of complete blocks."""
@@ -139,13 +142,14 @@ class Index:
     def last_use(self) -> float:
         """When any block was last stored or loaded, Unix seconds; -inf when there is none."""
         with self._lock:
+            self._apply_uses()
             there = self._segment[: self._rows] >= 0
             return float(self._used[: self._rows][there].max(initial=float("-inf")))
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory that the columns and the table take."""
-        return int(self._slots.nbytes + sum(getattr(self, name).nbytes for name in self._COLUMNS))
+        return int(self._table.nbytes + sum(getattr(self, name).nbytes for name in self._COLUMNS))
 
     def contains(self, ids: np.ndarray) -> np.ndarray:
         """bool (n,): is the block of each id (uint64 (n, 2)) recorded? Blocks appear only when complete."""
@@ -176,7 +180,7 @@ class Index:
                 self._ids[rows[fresh]] = entries.ids[fresh]
                 self._shard[rows[fresh]] = entries.shard[fresh]
                 self._used[rows[fresh]] = float("-inf")
-                self._insert(rows[fresh])
+                self._table.insert(self._ids, self._shard, rows[fresh], self._live_rows)
                 self._blocks += int((entries.shard[fresh] == 0).sum())
             self._last_shard[rows] = entries.at.last_shard
             self._segment[rows] = entries.at.segment
@@ -238,12 +242,21 @@ class Index:
     def used_since(self, ids: np.ndarray, used: np.ndarray) -> np.ndarray:
         """bool (n,): which blocks were used after these times (Unix seconds). Not those that are gone."""
         with self._lock:
+            self._apply_uses()
             rows = self._find(ids, np.zeros(len(ids), np.uint16))
             return (rows >= 0) & (self._used[rows] > used)
+
+    def touch_soon(self, ids: np.ndarray, used: float) -> None:
+        """`touch` at the latest when somebody asks about uses. Costs next to nothing."""
+        with self._lock:
+            self._uses.append((ids, used))
+            if len(self._uses) >= _MOST_WAITING:
+                self._apply_uses()
 
     def residents(self) -> tuple[Residents, np.ndarray]:
         """A copy of every block, and int32 (n,): the segment of its first shard."""
         with self._lock:
+            self._apply_uses()
             rows = np.flatnonzero((self._segment[: self._rows] >= 0) & (self._shard[: self._rows] == 0))
             return Residents(
                 self._ids[rows],
@@ -256,6 +269,7 @@ class Index:
     def entries_of(self, ids: np.ndarray) -> Entries:
         """Copies of the entries of blocks (uint64 (n, 2)), with all shards; unknown ones are left out."""
         with self._lock:
+            self._apply_uses()
             rows = self._find(ids, np.zeros(len(ids), np.uint16))
             return self._entries(np.unique(self._with_siblings(rows[rows >= 0])))
 
@@ -282,10 +296,21 @@ class Index:
     def entries(self) -> Entries:
         """A copy of every entry, in the order of segment and offset."""
         with self._lock:
+            self._apply_uses()
             rows = np.flatnonzero(self._segment[: self._rows] >= 0)
             return self._entries(rows[np.lexsort((self._offset[rows], self._segment[rows]))])
 
     # -- callers hold the lock -----------------------------------------------------------------------
+
+    def _apply_uses(self) -> None:
+        """Uses are noted in the order in which they came, so that the last one stands."""
+        if not self._uses:
+            return
+        ids = np.concatenate([each for each, _ in self._uses])
+        used = np.repeat([when for _, when in self._uses], [len(each) for each, _ in self._uses])
+        self._uses = []
+        rows = self._find(ids, np.zeros(len(ids), np.uint16))
+        np.maximum.at(self._used, rows[rows >= 0], used[rows >= 0])
 
     def _block_lengths(self, rows: np.ndarray) -> np.ndarray:
         """int64 (n,): bytes of blocks, all shards together, by the rows of their first shards."""
@@ -325,55 +350,13 @@ class Index:
             self._last_shard[rows],
         )
 
-    def _home(self, ids: np.ndarray, shards: np.ndarray) -> np.ndarray:
-        """First slot of each key: multiply-shift, so that ids need not be uniform."""
-        mixed = (ids * _MULTIPLIERS[:2]).sum(axis=1) + shards * _MULTIPLIERS[2]
-        mixed ^= mixed >> np.uint64(29)
-        mixed *= _MULTIPLIERS[1]
-        return (mixed >> np.uint64(32)).astype(np.int64) & (len(self._slots) - 1)
-
     def _find(self, ids: np.ndarray, shards: np.ndarray) -> np.ndarray:
         """int64 (n,): row of each key, -1 when absent."""
-        rows = np.full(len(ids), -1, np.int64)
-        slot = self._home(ids, shards)
-        mask = len(self._slots) - 1
-        pending = np.arange(len(ids))
-        while pending.size:
-            row = self._slots[slot]
-            match = (row >= 0) & (self._ids[row] == ids[pending]).all(axis=1)
-            match &= self._shard[row] == shards[pending]
-            rows[pending[match]] = row[match]
-            onward = (row != _EMPTY) & ~match
-            pending = pending[onward]
-            slot = (slot[onward] + 1) & mask
-        return rows
+        return self._table.find(self._ids, self._shard, ids, shards)
 
-    def _insert(self, rows: np.ndarray) -> None:
-        """Put rows whose keys are distinct and absent into the table."""
-        if self._filled + len(rows) > len(self._slots) // 2:
-            self._rehash(len(rows))
-        slot = self._home(self._ids[rows], self._shard[rows])
-        mask = len(self._slots) - 1
-        pending = np.arange(len(rows))
-        while pending.size:
-            empty = self._slots[slot[pending]] == _EMPTY
-            claim = pending[empty]
-            self._slots[slot[claim]] = rows[claim]
-            # Several keys may have claimed one slot: the last assignment stands, the others move on.
-            pending = pending[self._slots[slot[pending]] != rows[pending]]
-            slot[pending] = (slot[pending] + 1) & mask
-        self._filled += len(rows)
-
-    def _rehash(self, extra: int) -> None:
-        # Rows being inserted have their segment still unset, so they are not counted here.
-        rows = np.flatnonzero(self._segment[: self._rows] >= 0)
-        size = len(self._slots)
-        while (len(rows) + extra) * 2 > size // 2:
-            size *= 2
-        self._slots = np.full(size, _EMPTY, np.int32)
-        self._filled = 0
-        if rows.size:
-            self._insert(rows)
+    def _live_rows(self) -> np.ndarray:
+        # Rows being inserted have their segment still unset, so they are not among these.
+        return np.flatnonzero(self._segment[: self._rows] >= 0)
 
     def _allocate(self, count: int) -> np.ndarray:
         """Row numbers for new entries; their segment is -1 until the caller sets it."""
@@ -399,14 +382,7 @@ class Index:
         rows = np.unique(self._with_siblings(rows))
         if not rows.size:
             return 0
-        slot = self._home(self._ids[rows], self._shard[rows])
-        mask = len(self._slots) - 1
-        pending = np.arange(len(rows))
-        while pending.size:
-            found = self._slots[slot[pending]] == rows[pending]
-            self._slots[slot[pending[found]]] = _TOMBSTONE
-            pending = pending[~found]
-            slot[pending] = (slot[pending] + 1) & mask
+        self._table.remove(self._ids, self._shard, rows)
         blocks = int((self._shard[rows] == 0).sum())
         self._bytes -= int(self._length[rows].sum())
         self._blocks -= blocks

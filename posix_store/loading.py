@@ -49,20 +49,24 @@ class Loader:
         self, ids: np.ndarray, shards: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float
     ) -> np.ndarray:
         """Load n blocks; uint8 (n,) of `Reason`. Arguments as in `PosixStore.load_data`, normalised."""
-        status = np.full(len(ids), Reason.ABSENT, np.uint8)
         at = self._catalog.locate(ids, shards)
         length = int(sizes.sum())
-        status[at.present] = Reason.LENGTH
-        wanted = np.flatnonzero(at.present & (at.length == length))
-        if wanted.size:
-            there = at.take(wanted)
-            status[wanted], opened, error = self._read(there, addresses[wanted], sizes, deadline)
+        good = at.present & (at.length == length)
+        if good.all():  # nothing has to be picked out then
+            status, opened, error = self._read(at, addresses, sizes, deadline)
+            rows, there = np.arange(len(ids)), at
+        else:
+            rows = np.flatnonzero(good)
+            there = at.take(rows)
+            status = np.where(at.present, np.uint8(Reason.LENGTH), np.uint8(Reason.ABSENT))
+            status[rows], opened, error = self._read(there, addresses[rows], sizes, deadline)
+        if not self._verify or np.count_nonzero(status[rows]):
             if self._verify:
-                self._drop_stale(at, status, wanted[opened])
-            self._look_again(ids[wanted], shards[wanted], there, status, wanted)
-            self._forget(ids, shards, at, status, wanted[opened], error)
-            loaded = ids[(status == Reason.OK) & (shards == 0)]
-            self._recency.used(np.unique(loaded, axis=0) if len(loaded) > 1 else loaded)
+                self._drop_stale(at, status, rows[opened])
+            self._look_again(ids[rows], shards[rows], there, status, rows)
+            self._forget(ids, shards, at, status, rows[opened], error)
+        used = ids[(status == Reason.OK) & (shards == 0)]
+        self._recency.used(used)
         self._counters.loaded(status, length)
         return status
 
@@ -70,7 +74,7 @@ class Loader:
         """Start read-ahead of whole blocks."""
         at = self._catalog.locate(ids, np.zeros(len(ids), np.uint16))
         at = at.take(at.present)
-        with self._files.opened(np.unique(at.segment)) as (fds, _):
+        with self._files.opened(np.unique(at.segment).tolist()) as (fds, _):
             for number, fd in fds.items():
                 of = at.segment == number
                 start = int(at.offset[of].min())
@@ -81,23 +85,27 @@ class Loader:
         self, at: Locations, addresses: np.ndarray, sizes: np.ndarray, deadline: float
     ) -> tuple[np.ndarray, np.ndarray, OSError | None]:
         """Read n blocks: uint8 (n,) of `Reason`, bool (n,): whose segment was opened, the first error."""
-        error: OSError | None = None
         status = np.zeros(len(addresses), np.uint8)
-        numbers, which = np.unique(at.segment, return_inverse=True)
+        if not len(addresses):
+            return status, np.zeros(0, bool), None
+        first = int(at.segment[0])
+        if (at.segment == first).all():
+            numbers, which = [first], None
+        else:
+            found, which = np.unique(at.segment, return_inverse=True)
+            numbers = found.tolist()
         with self._files.opened(numbers) as (fds, failed):
-            for number, reason in failed.items():
-                status[at.segment == number] = reason
-            fd_of = np.array([fds.get(int(number), -1) for number in numbers], np.int32)[which]
+            fd_of = np.array([fds.get(number, -1) for number in numbers], np.int32)
+            fd_of = np.repeat(fd_of, len(status)) if which is None else fd_of[which]
             opened = fd_of >= 0
-            readable = np.flatnonzero(opened)
-            if readable.size:
-                transfer = Transfer.of(
-                    addresses[readable], sizes, fd_of[readable], at.offset[readable], at.crc[readable]
-                )
-                self._engine.read(transfer, deadline, self._verify, find_holes=not self._verify)
-                status[readable] = transfer.status
-                error = transfer.error
-        return status, opened, error
+            if failed:
+                for number, reason in failed.items():
+                    status[at.segment == number] = reason
+                at, addresses, fd_of = at.take(opened), addresses[opened], fd_of[opened]
+            transfer = Transfer.of(addresses, sizes, fd_of, at.offset, at.crc)
+            self._engine.read(transfer, deadline, self._verify, find_holes=not self._verify)
+        status[opened] = transfer.status
+        return status, opened, transfer.error
 
     def _drop_stale(self, at: Locations, status: np.ndarray, tried: np.ndarray) -> None:
         """Forget segments whose open file has become useless (ESTALE): their blocks are stored again."""

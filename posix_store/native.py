@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from posix_store.compiled import native, why_not
 from posix_store.engine import Engine, Publication
 from posix_store.errors import StoreError
 from posix_store.journal import Journal
@@ -23,13 +23,6 @@ from posix_store.syscalls import Syscalls
 from posix_store.transfer import Transfer
 
 logger = logging.getLogger(__name__)
-
-_native: ModuleType | None
-_why_not = ""
-try:
-    from posix_store import _native  # type: ignore[attr-defined,no-redef]
-except ImportError as _error:
-    _native, _why_not = None, str(_error)
 
 _WRITES, _CHECKS, _FINDS_HOLES = 1, 2, 4
 _NOT_TRIED, _GONE = -1, -2
@@ -53,18 +46,18 @@ def engine_named(name: str, calls: Syscalls, threads: int) -> Engine:
     """
     if name not in ENGINES:
         raise StoreError(f"engine = {name!r}: unknown; name one of {', '.join(ENGINES)}")
-    if name == "python" or (name == "auto" and _native is None):
+    if name == "python" or (name == "auto" and native is None):
         if name == "auto":
             logger.warning("posix_store: %s", _advice())
         return PythonEngine(calls, threads)
-    if _native is None:
+    if native is None:
         raise StoreError(f"engine = 'native': {_advice()}")
     return NativeEngine(calls, threads)
 
 
 def _advice() -> str:
     return (
-        f"the native engine was not built ({_why_not}), and the Python engine is slower: install a C "
+        f"the native engine was not built ({why_not}), and the Python engine is slower: install a C "
         "compiler and Python's headers (python3-dev), then install this package again"
     )
 
@@ -81,12 +74,12 @@ class NativeEngine:
     name = "native"
 
     def __init__(self, syscalls: Syscalls, threads: int) -> None:
-        if _native is None:
+        if native is None:
             raise StoreError(f"engine = 'native': {_advice()}")
         self._calls = None if type(syscalls) is Syscalls else syscalls
         self._threads = threads
-        self._move = _native.move
-        self._pool = _native.pool(threads)
+        self._move = native.move
+        self._pool = native.pool(threads)
 
     def read(
         self, transfer: Transfer, deadline: float, verify: bool = True, find_holes: bool = False
@@ -134,9 +127,9 @@ class NativeJournal:
     """A `Journal` in C, to which `NativeEngine.write` can append without the GIL."""
 
     def __init__(self, calls: Syscalls | None, fd: int, end: int) -> None:
-        assert _native is not None
+        assert native is not None
         self.fd = fd
-        self.tail: Any = _native.Journal(fd, end)
+        self.tail: Any = native.Journal(fd, end)
         self._calls = calls
 
     @property

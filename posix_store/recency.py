@@ -16,12 +16,17 @@ from posix_store.index import Index
 from posix_store.segment import touch_records
 from posix_store.writer import SegmentWriter
 
+_MOST_WAITING = 256
+"""Batches of which the uses may wait for `settle`."""
 NOTE_SECONDS = 60.0
 """A block's uses are written down at most so often."""
 
 
 class Recency:
-    """Uses of one namespace's blocks. Thread-safe; makes no system call."""
+    """Uses of one namespace's blocks. Thread-safe; makes no system call.
+
+    What is noted in the journal is found out by `settle`, at leisure.
+    """
 
     def __init__(self, index: Index, writer: SegmentWriter, clock: Clock) -> None:
         self._index = index
@@ -29,15 +34,31 @@ class Recency:
         self._clock = clock
         self._lock = threading.Lock()
         self._noted: dict[bytes, float] = {}
+        self._used: list[tuple[np.ndarray, float]] = []
         self._cleaned_at = 0.0
 
     def used(self, ids: np.ndarray) -> None:
-        """Blocks (uint64 (n, 2), distinct) were loaded, or were dumped while they were stored already."""
+        """Blocks (uint64 (n, 2)) were loaded, or were dumped while they were stored already."""
         if not len(ids):
             return
         now = self._clock.now()
-        parents = self._index.touch(ids, now)
-        above = parent_rows(ids, parents)
+        own = ids.copy()  # it may be a view of what the caller changes
+        self._index.touch_soon(own, now)
+        with self._lock:
+            self._used.append((own, now))
+            if len(self._used) < _MOST_WAITING:
+                return
+        self.settle()
+
+    def settle(self) -> None:
+        """Note for the journal what `used` was told, if its time has come."""
+        with self._lock:
+            used, self._used = self._used, []
+        for ids, now in used:
+            self._settle(np.unique(ids, axis=0), now)
+
+    def _settle(self, ids: np.ndarray, now: float) -> None:
+        above = parent_rows(ids, self._index.touch(ids, now))
         is_last = np.ones(len(ids), bool)
         is_last[above[above >= 0]] = False
         with self._lock:
@@ -49,7 +70,7 @@ class Recency:
 
     def parents_used(self, parents: np.ndarray) -> None:
         """Blocks were stored behind these (uint64 (n, 2)), which must not leave as if nothing followed."""
-        self._index.touch(parents, self._clock.now())
+        self._index.touch_soon(parents.copy(), self._clock.now())
 
     def _forget_old(self, now: float) -> None:
         if now - self._cleaned_at > NOTE_SECONDS / 4:

@@ -180,7 +180,7 @@ def _read_batch(files: SegmentFiles, engine: Engine, entries: Entries) -> np.nda
     number = int(entries.at.segment[0])
     memory = scratch(count * length)
     addresses = memory.ctypes.data + np.arange(count, dtype=np.int64).reshape(-1, 1) * length
-    with files.opened(entries.at.segment[:1]) as (fds, failed):
+    with files.opened([number]) as (fds, failed):
         if failed:
             return np.full(count, failed[number], np.uint8)
         transfer = Transfer.of(

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -152,17 +152,17 @@ class PosixStore:
         )
         self.evictor = Evictor(self.root, self._space, chosen, (namespace, self._catalog, self._writer))
         self._keeper: Keeper | None = None
-        recency = Recency(self._catalog.index, self._writer, self._catalog.clock)
+        self._recency = Recency(self._catalog.index, self._writer, self._catalog.clock)
         self._loader = Loader(
-            self._catalog, self._files, self._writer, self.engine, recency, self.counters, calls,
+            self._catalog, self._files, self._writer, self.engine, self._recency, self.counters, calls,
             self._must_verify(verify),
         )  # fmt: skip
         self._dumper = Dumper(
-            self._catalog, self._writer, self._space, self.evictor, recency, gate, self.health.writes,
+            self._catalog, self._writer, self._space, self.evictor, self._recency, gate, self.health.writes,
             self._make_room_ahead, self.engine, self.counters, self.root.read_only_because,
         )  # fmt: skip
         self.upkeep = Upkeep(
-            self.root, self._space, self._catalog, self._writer, self.evictor, namespace, ttl,
+            self.root, self._space, self._catalog, self._writer, self.evictor, self._recency, namespace, ttl,
             writes=self.root.read_only_because is None,
         )  # fmt: skip
         if maintenance:
@@ -218,6 +218,12 @@ class PosixStore:
         self.counters.looked_up(len(keys), leading)
         return leading - 1
 
+    def _note_uses(self) -> None:
+        """Without a background thread, who uses the store does it."""
+        if self._keeper is None:
+            self._recency.settle()
+            self._writer.flush()
+
     def _contains(self, keys: np.ndarray) -> np.ndarray:
         self._is_used()
         if not self.health.reads.allows():
@@ -250,14 +256,14 @@ class PosixStore:
             sizes: bytes of each component, int or int64 (k,).
             background: False runs the batch in the calling thread and returns a task that is done.
         """
-        keys, which = as_ids(ids), as_shards(shards, len(as_ids(ids)))
+        keys = as_ids(ids)
+        which = as_shards(shards, len(keys))
         matrix, widths = address_matrix(addresses, sizes, len(keys))
         self._is_used()
 
         def load(deadline: float) -> np.ndarray:
             status = self._loader.load(keys, which, matrix, widths, deadline)
-            if self._keeper is None:
-                self._writer.flush()
+            self._note_uses()
             return status
 
         def run() -> np.ndarray:
@@ -319,6 +325,7 @@ class PosixStore:
                     keys[rows], which[rows], n_shards, chain[rows], matrix[rows], widths, deadline
                 )
             self.counters.dumped(status[status == Reason.QUEUE], 0, int(widths.sum()))
+            self._note_uses()
             return status
 
         def refuse() -> np.ndarray:
@@ -371,9 +378,7 @@ class PosixStore:
             if breaker.allows():
                 return Task(pool.submit(work))
             work = refuse
-        future: Future[np.ndarray] = Future()
-        future.set_result(work())
-        return Task(future)
+        return Task.of(work())
 
     # -- administration -----------------------------------------------------------------------------
 

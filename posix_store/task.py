@@ -16,6 +16,11 @@ class Task:
         self._future = future
         self._buffers: object = None
 
+    @staticmethod
+    def of(status: np.ndarray) -> Task:
+        """A task that is done: uint8 (n,) of `Reason`."""
+        return _Done(status)
+
     def keep(self, buffers: object) -> Task:
         """Keep objects alive until the task is done; returns the task."""
         self._buffers = buffers
@@ -41,3 +46,19 @@ class Task:
         """bool (n,): which blocks were loaded, or are stored. Like `status` otherwise."""
         good: np.ndarray = self.status(timeout) == Reason.OK
         return good
+
+
+class _Done(Task):
+    """Without a future, which would cost more than the rest of a small batch."""
+
+    def __init__(self, status: np.ndarray) -> None:
+        self._status = status
+
+    def keep(self, buffers: object) -> Task:
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def status(self, timeout: float | None = None) -> np.ndarray:
+        return self._status

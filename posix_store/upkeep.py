@@ -10,6 +10,7 @@ from collections.abc import Callable
 from posix_store.capacity import LOW_SHARE, NoSpace, SpaceKeeper
 from posix_store.catalog import HIT_MAX_AGE, Catalog
 from posix_store.evictor import EvictionReport, Evictor
+from posix_store.recency import Recency
 from posix_store.root import StoreRoot
 from posix_store.writer import SegmentWriter
 
@@ -40,6 +41,7 @@ class Upkeep:
         catalog: Catalog,
         writer: SegmentWriter,
         evictor: Evictor,
+        recency: Recency,
         namespace: str,
         ttl: float | None,
         writes: bool,
@@ -49,6 +51,7 @@ class Upkeep:
         self._catalog = catalog
         self._writer = writer
         self._evictor = evictor
+        self._recency = recency
         self._namespace = namespace
         self._ttl = ttl
         self._writes = writes
@@ -62,13 +65,14 @@ class Upkeep:
         """Do what is due. Never raises for what a file system does: it is tried again in the next round."""
         if os.getpid() != self._pid:
             return
-        self._catalog.refresh(HIT_MAX_AGE)
+        # Sooner than loads and dumps would, so that they need not.
+        self._catalog.refresh(HIT_MAX_AGE / 2)
         if not self._writes:
             return
         self._evictor.let_go_of_deleted()
         chores: list[Callable[[], object]] = [self.make_room]
         if self._is_due("flush", FLUSH_SECONDS):
-            chores.append(self._writer.flush)
+            chores += [self._recency.settle, self._writer.flush]
         if self._ttl is not None and self._is_due("expire", EXPIRE_SECONDS):
             chores.append(self.expire)
         if self._is_due("tidy", TIDY_SECONDS):

@@ -2,7 +2,7 @@
  *
  * A batch is cut into pieces of neighbouring blocks. The calling thread and the threads of a pool take one
  * piece after the other, and each moves it with few vectored calls. A checksum is computed chunk by chunk, just
- * after the kernel has touched the chunk, while it is in the cache of the core.
+ * before or after the kernel touches the chunk, so that it is in the cache of the core.
  */
 #ifndef POSIX_STORE_ENGINE_H
 #define POSIX_STORE_ENGINE_H
@@ -184,8 +184,15 @@ static void move_piece(struct batch *b, int64_t first, int64_t last) {
         }
         int64_t offset = b->places[at.place].offset + at.done_in_block;
         int count = fill_iov(b, at, last, b->chunk_bytes, iov);
+        struct cursor after = at;
+        int64_t length = 0;
+        for (int i = 0; i < count; i++) length += (int64_t)iov[i].iov_len;
+        /* Before writing: then the kernel, which holds a lock of the file while it copies, finds it in the cache. */
+        if (b->writes) advance(b, &after, length);
         ssize_t moved = (b->writes ? calls->pwritev : calls->preadv)(calls->context, fd, iov, count, offset);
-        if (moved > 0) {
+        if (moved == length && b->writes) {
+            at = after;
+        } else if (moved > 0) {
             advance(b, &at, moved);
         } else if (moved == 0) {
             fail_rest(b, &at, last, b->writes ? IO_ERROR : LENGTH);

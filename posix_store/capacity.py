@@ -48,6 +48,8 @@ class GrownFile:
     fd: int
     path: str
     allocated: int = 0
+    sized: bool = False
+    """Is it made as long as what is reserved for it?"""
 
 
 class NoSpace(Exception):
@@ -188,10 +190,25 @@ class SpaceKeeper:
             if self.preallocates and end > file.allocated:
                 self._preallocate(file, align(end), align(end) + share // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT)
 
+    def grow_ahead(self, file: GrownFile, end: int) -> None:
+        """Make room for a file to grow to `end`, or as far as others are left as much. Best effort.
+
+        Takes the store lock.
+        """
+        if self._root.file_system in COPY_ON_WRITE or not self.preallocates:
+            return
+        with self.locked():
+            spare = self.available(urgent=False, exact=False) // SPARE_SHARE
+            end = min(end, file.allocated + min(spare, self._root.capacity // LOW_SHARE))
+            end = end // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+            if end > file.allocated:
+                self._preallocate(file, end, end)
+
     def _preallocate(self, file: GrownFile, needed: int, wanted: int) -> None:
         for end in (wanted, needed):
             try:
-                self._root.syscalls.fallocate(file.fd, FALLOC_KEEP_SIZE, file.allocated, end - file.allocated)
+                mode = 0 if file.sized else FALLOC_KEEP_SIZE
+                self._root.syscalls.fallocate(file.fd, mode, file.allocated, end - file.allocated)
             except OSError as error:
                 if error.errno in _UNSUPPORTED:
                     self._cannot_preallocate(error)
@@ -207,7 +224,7 @@ class SpaceKeeper:
                     # Nobody would see it, and nobody give it back.
                     self._root.syscalls.ftruncate(file.fd, self._root.syscalls.fstat(file.fd).st_size)
                     return
-                file.allocated = end
+                file.allocated = max(file.allocated, end)
                 return
 
     def _cannot_preallocate(self, why: object) -> None:

@@ -148,11 +148,17 @@ class Catalog:
             found = self.index.contains(ids)
         return found
 
-    def locate(self, ids: np.ndarray, shards: np.ndarray) -> Locations:
-        """Where blocks are, after a look at the directory when the last is too old for the answer."""
+    def locate(self, ids: np.ndarray, shards: np.ndarray, most_missing: bool = False) -> Locations:
+        """Where blocks are, after a look at the directory when the last is too old for the answer.
+
+        With `most_missing` the caller expects that they are nowhere: where no other process writes, an older
+        look will do then.
+        """
         self._expire()
         self.refresh(HIT_MAX_AGE)
         at = self.index.locate(ids, shards)
+        if most_missing and not self.others_write:
+            return at
         if not at.present.all() and self.refresh():
             at = self.index.locate(ids, shards)
         return at
@@ -478,6 +484,8 @@ class Catalog:
         behind = np.asarray(entries.parents.any(axis=1))
         behind[1:] &= (entries.parents[1:] != entries.ids[:-1]).any(axis=1)
         rows = np.flatnonzero(behind)[::-1]  # the newest of several children counts
+        if not rows.size:
+            return
         parents, first = np.unique(entries.parents[rows], axis=0, return_index=True)
         self.index.touch(parents, entries.stored[rows[first]])
 

@@ -17,6 +17,8 @@ from posix_store.counters import Counters
 from posix_store.engine import Engine, Publication, reason_of
 from posix_store.errors import Reason
 from posix_store.evictor import Evictor
+from posix_store.files import SegmentFiles
+from posix_store.io_mode import IoMode
 from posix_store.recency import Recency
 from posix_store.segment import (
     EXTENT_ALIGNMENT,
@@ -44,12 +46,14 @@ class Dumper:
 
     Args:
         read_only_because: set when nothing may be written; why.
+        io_mode: which batches go around the page cache.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         writer: SegmentWriter,
+        files: SegmentFiles,
         space: SpaceKeeper,
         evictor: Evictor,
         recency: Recency,
@@ -59,9 +63,11 @@ class Dumper:
         engine: Engine,
         counters: Counters,
         read_only_because: str | None,
+        io_mode: IoMode,
     ) -> None:
         self._catalog = catalog
         self._writer = writer
+        self._files = files
         self._space = space
         self._evictor = evictor
         self._recency = recency
@@ -71,6 +77,7 @@ class Dumper:
         self._engine = engine
         self._counters = counters
         self._read_only = read_only_because is not None
+        self._io_mode = io_mode
         self._root_path = space.root_path
         self._lock = threading.Lock()
         self._logged_at = float("-inf")
@@ -87,32 +94,69 @@ class Dumper:
     ) -> np.ndarray:
         """Store n blocks; uint8 (n,) of `Reason`. Arguments as in `PosixStore.dump_data`, normalised."""
         length = int(sizes.sum())
-        status = np.zeros(len(ids), np.uint8)
         missing = ~self._stored(ids, shards, n_shards, length)
-        first, which = _distinct(ids, shards)
-        new = first[missing[first]]
-        self._recency.used(ids[first[~missing[first] & (shards[first] == 0)]])
-        written = 0
-        if new.size:
-            chosen = new
-            if n_shards == 1:
-                admitted = self._admission.admit(ids[new], parents[new])
-                status[new[~admitted]] = Reason.NOT_ADMITTED
-                chosen = new[admitted]
-            if chosen.size:
-                # What they hang on must not leave as if nothing followed it.
-                self._recency.parents_used(parents[chosen])
-                now = self._catalog.clock.now()
-                records = _records(ids[chosen], parents[chosen], shards[chosen], n_shards, length, now)
-                status[chosen], written = self._store(records, addresses[chosen], sizes, deadline)
-            status = np.where(missing, status[first][which], status)
+        repeats = _distinct(ids, shards)
+        if repeats is None and missing.all():  # nothing has to be picked out then
+            status, written = self._store_new(ids, shards, n_shards, parents, addresses, sizes, deadline)
+        else:
+            status, written = np.zeros(len(ids), np.uint8), 0
+            first, which = repeats or (np.arange(len(ids)), np.arange(len(ids)))
+            self._recency.used(ids[first[~missing[first] & (shards[first] == 0)]])
+            new = first[missing[first]]
+            if new.size:
+                status[new], written = self._store_new(
+                    ids[new], shards[new], n_shards, parents[new], addresses[new], sizes, deadline
+                )
+                status = np.where(missing, status[first][which], status)
         self._counters.dumped(status, written, length)
-        if written and self._space.is_low:
+        if written and (self._space.is_low or self._writer.wants_space):
             self._on_low()
         return status
 
+    def _store_new(
+        self,
+        ids: np.ndarray,
+        shards: np.ndarray,
+        n_shards: int,
+        parents: np.ndarray,
+        addresses: np.ndarray,
+        sizes: np.ndarray,
+        deadline: float,
+    ) -> tuple[np.ndarray, int]:
+        """Store blocks that are distinct and not stored, if they are admitted.
+
+        uint8 (n,) of `Reason`, and how many blocks were written.
+        """
+        if n_shards == 1:
+            admitted = self._admission.admit(ids, parents)
+            if not admitted.all():
+                status = np.full(len(ids), Reason.NOT_ADMITTED, np.uint8)
+                if not admitted.any():
+                    return status, 0
+                ids, shards, parents = ids[admitted], shards[admitted], parents[admitted]
+                status[admitted], written = self._write_down(
+                    ids, shards, 1, parents, addresses[admitted], sizes, deadline
+                )
+                return status, written
+        return self._write_down(ids, shards, n_shards, parents, addresses, sizes, deadline)
+
+    def _write_down(
+        self,
+        ids: np.ndarray,
+        shards: np.ndarray,
+        n_shards: int,
+        parents: np.ndarray,
+        addresses: np.ndarray,
+        sizes: np.ndarray,
+        deadline: float,
+    ) -> tuple[np.ndarray, int]:
+        # What they hang on must not leave as if nothing followed it.
+        self._recency.parents_used(parents)
+        records = _records(ids, parents, shards, n_shards, int(sizes.sum()), self._catalog.clock.now())
+        return self._store(records, addresses, sizes, deadline)
+
     def _stored(self, ids: np.ndarray, shards: np.ndarray, n_shards: int, length: int) -> np.ndarray:
-        at = self._catalog.locate(ids, shards)
+        at = self._catalog.locate(ids, shards, most_missing=True)
         return at.present & (at.length == length) & (at.last_shard == n_shards - 1)
 
     def _store(
@@ -185,11 +229,14 @@ class Dumper:
             with self._writer.extent(length * count, count, deadline) as extent:
                 offsets = extent.offset + np.arange(count, dtype=np.int64) * length
                 records["offset"] = offsets
-                transfer = Transfer.of(addresses, sizes, np.full(count, extent.fd, np.int32), offsets)
+                fd, direct = self._descriptor(extent, addresses, sizes)
+                transfer = Transfer.of(addresses, sizes, np.full(count, fd, np.int32), offsets, direct=direct)
                 publication = None
                 if self._may_be_published_at_once(records):
                     publication = Publication(extent.segment.tail, records)
                 self._engine.write(transfer, deadline, publication)
+                if self._io_mode.drops and not direct:
+                    self._files.drop_behind(fd, extent.offset, extent.length)
                 if publication is not None and publication.error is not None:
                     raise publication.error
                 if publication is not None and publication.done:
@@ -203,6 +250,18 @@ class Dumper:
         except _NothingNew:
             pass
         return transfer.status, 0
+
+    def _descriptor(self, extent: Extent, addresses: np.ndarray, sizes: np.ndarray) -> tuple[int, bool]:
+        """What a batch is written through, and whether that goes around the page cache.
+
+        In an extent, which is aligned, blocks are where the multiples of their length are.
+        """
+        if self._io_mode.direct and self._io_mode.takes(addresses, sizes, int(sizes.sum())):
+            try:
+                return extent.segment.direct_fd(), True
+            except OSError as error:
+                self._say("O_DIRECT is refused (%s): blocks are written through the page cache", error)
+        return extent.fd, False
 
     def _may_be_published_at_once(self, records: np.ndarray) -> bool:
         """Must nothing be looked up between writing and publishing?"""
@@ -282,8 +341,14 @@ def _records(
     return records
 
 
-def _distinct(ids: np.ndarray, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the first of each (id, shard), and for every row the place of its first in that list."""
+def _distinct(ids: np.ndarray, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Rows of the first of each (id, shard), and for every row the place of its first in that list.
+
+    None when all are distinct.
+    """
+    halves = np.sort(ids[:, 0])
+    if (halves[1:] != halves[:-1]).all():  # the usual case, at a fraction of the cost of what follows
+        return None
     keys = np.empty(len(ids), [("hi", "<u8"), ("lo", "<u8"), ("shard", "<u2")])
     keys["hi"], keys["lo"], keys["shard"] = ids[:, 0], ids[:, 1], shards
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)

@@ -170,18 +170,16 @@ class Index:
         with self._lock:
             rows = self._find(entries.ids, entries.shard)
             known = rows >= 0
-            moved = self._segment[rows] != entries.at.segment
-            moved |= self._offset[rows] != entries.at.offset
-            displaced = self._entries(rows[known & moved])
-            self._bytes -= int(self._length[rows[known]].sum())
-            fresh = np.flatnonzero(~known)
-            if fresh.size:
-                rows[fresh] = self._allocate(fresh.size)
-                self._ids[rows[fresh]] = entries.ids[fresh]
-                self._shard[rows[fresh]] = entries.shard[fresh]
-                self._used[rows[fresh]] = float("-inf")
-                self._table.insert(self._ids, self._shard, rows[fresh], self._live_rows)
-                self._blocks += int((entries.shard[fresh] == 0).sum())
+            displaced = repeated
+            if known.any():
+                moved = self._segment[rows] != entries.at.segment
+                moved |= self._offset[rows] != entries.at.offset
+                displaced = self._entries(rows[known & moved]).followed_by(repeated)
+                self._bytes -= int(self._length[rows[known]].sum())
+                fresh = np.flatnonzero(~known)
+                rows[fresh] = self._add(entries.ids[fresh], entries.shard[fresh])
+            else:  # the usual case
+                rows = self._add(entries.ids, entries.shard)
             self._last_shard[rows] = entries.at.last_shard
             self._segment[rows] = entries.at.segment
             self._offset[rows] = entries.at.offset
@@ -191,7 +189,7 @@ class Index:
             self._stored[rows] = entries.stored
             self._used[rows] = np.maximum(self._used[rows], entries.used)
             self._bytes += int(entries.at.length.sum())
-        return displaced.followed_by(repeated)
+        return displaced
 
     def drop(self, ids: np.ndarray, shards: np.ndarray, at: Locations) -> int:
         """Forget the blocks of entries that are still where `at` says; the number of blocks forgotten."""
@@ -357,6 +355,16 @@ class Index:
     def _live_rows(self) -> np.ndarray:
         # Rows being inserted have their segment still unset, so they are not among these.
         return np.flatnonzero(self._segment[: self._rows] >= 0)
+
+    def _add(self, ids: np.ndarray, shards: np.ndarray) -> np.ndarray:
+        """int64 (n,): new rows with these keys, which are distinct and absent."""
+        rows = self._allocate(len(ids))
+        self._ids[rows] = ids
+        self._shard[rows] = shards
+        self._used[rows] = float("-inf")
+        self._table.insert(self._ids, self._shard, rows, self._live_rows)
+        self._blocks += len(ids) - int(np.count_nonzero(shards))
+        return rows
 
     def _allocate(self, count: int) -> np.ndarray:
         """Row numbers for new entries; their segment is -1 until the caller sets it."""

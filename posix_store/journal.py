@@ -57,7 +57,7 @@ class PythonJournal:
                 raise OSError(errno.EBADF, "the journal is closed after a failed append")
             try:
                 write_at(self._calls, self.fd, data, self.end)
-            except OSError:
+            except BaseException:
                 self.broken = 1
                 raise
             self.end += len(data)

@@ -13,17 +13,23 @@ from posix_store.engine import Engine
 from posix_store.errors import Reason
 from posix_store.files import SegmentFiles
 from posix_store.index import Locations
+from posix_store.io_mode import IoMode
 from posix_store.recency import Recency
 from posix_store.segment import evict_records
 from posix_store.syscalls import Syscalls
-from posix_store.transfer import Transfer
+from posix_store.transfer import Transfer, runs
 from posix_store.writer import SegmentWriter
 
 logger = logging.getLogger(__name__)
 
 
 class Loader:
-    """Runs load batches. Thread-safe."""
+    """Runs load batches. Thread-safe.
+
+    Args:
+        verify: compare checksums.
+        io_mode: which batches go around the page cache.
+    """
 
     def __init__(
         self,
@@ -35,6 +41,7 @@ class Loader:
         counters: Counters,
         calls: Syscalls,
         verify: bool,
+        io_mode: IoMode,
     ) -> None:
         self._catalog = catalog
         self._files = files
@@ -44,6 +51,7 @@ class Loader:
         self._counters = counters
         self._calls = calls
         self._verify = verify
+        self._io_mode = io_mode
 
     def load(
         self, ids: np.ndarray, shards: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float
@@ -94,7 +102,10 @@ class Loader:
         else:
             found, which = np.unique(at.segment, return_inverse=True)
             numbers = found.tolist()
-        with self._files.opened(numbers) as (fds, failed):
+        direct = self._io_mode.direct and self._io_mode.takes(
+            addresses, sizes, int(np.bitwise_or.reduce(at.offset))
+        )
+        with self._files.opened(numbers, direct) as (fds, failed):
             fd_of = np.array([fds.get(number, -1) for number in numbers], np.int32)
             fd_of = np.repeat(fd_of, len(status)) if which is None else fd_of[which]
             opened = fd_of >= 0
@@ -102,8 +113,11 @@ class Loader:
                 for number, reason in failed.items():
                     status[at.segment == number] = reason
                 at, addresses, fd_of = at.take(opened), addresses[opened], fd_of[opened]
-            transfer = Transfer.of(addresses, sizes, fd_of, at.offset, at.crc)
+            transfer = Transfer.of(addresses, sizes, fd_of, at.offset, at.crc, direct)
             self._engine.read(transfer, deadline, self._verify, find_holes=not self._verify)
+            if self._io_mode.drops and not direct:
+                for fd, start, end in runs(transfer):
+                    self._files.drop_behind(fd, start, end - start)
         status[opened] = transfer.status
         return status, opened, transfer.error
 

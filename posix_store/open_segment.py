@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -52,6 +53,21 @@ class OpenSegment:
         self.users = 0
         self.promised = 0
         self._calls = calls
+        self._direct_fd: int | None = None
+
+    def direct_fd(self) -> int:
+        """A descriptor of the data file that goes around the page cache. Raises `OSError`."""
+        if self._direct_fd is None:
+            fd = self._calls.open(self.data.path, os.O_WRONLY)
+            try:
+                if not os.path.samestat(self._calls.fstat(fd), self._calls.fstat(self.data.fd)):
+                    raise OSError(errno.ESTALE, "another file is in the place of the segment")
+                self._calls.set_direct(fd)
+            except OSError:
+                close_quietly(self._calls, fd)
+                raise
+            self._direct_fd = fd
+        return self._direct_fd
 
     @property
     def journal_end(self) -> int:
@@ -77,6 +93,9 @@ class OpenSegment:
 
         A segment that holds no record is deleted; False then.
         """
+        if self._direct_fd is not None:
+            close_quietly(self._calls, self._direct_fd)
+            self._direct_fd = None
         if self.journal_end == RECORD_BYTES:
             discard(self._calls, [self.data, self.journal])
             return False
@@ -101,11 +120,14 @@ def create_segment(
     open_journal: Callable[[int, int], Journal],
     journal_bytes: int,
     urgent: bool,
+    sized: bool,
 ) -> OpenSegment:
     """Make the files of a new segment, with their headers and room for `journal_bytes` of records.
 
     With `urgent` it is for evictions, and may use what is kept back for them. The caller holds the store
-    lock, so that no other process takes the empty files for a dead writer's.
+    lock, so that no other process takes the empty files for a dead writer's. With `sized` the data file is as
+    long as the space that is reserved for it: writes that make a file longer take turns in the kernel, which
+    matters with direct I/O.
 
     Raises:
         NoSpace, OSError: nothing is left behind.
@@ -117,6 +139,7 @@ def create_segment(
         for file_name in (name.data, name.journal):
             opened.append(_open_new(root, os.path.join(root.namespace_path(namespace), file_name)))
         data, journal = opened
+        data.sized = sized
         space.admit([(data, SEGMENT_HEADER_BYTES), (journal, RECORD_BYTES + journal_bytes)], urgent)
         headers = ((data, SEGMENT_MAGIC, SEGMENT_HEADER_BYTES), (journal, JOURNAL_MAGIC, RECORD_BYTES))
         for file, magic, size in headers:

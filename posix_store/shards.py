@@ -57,6 +57,10 @@ class ShardAssembler:
         `stored`, float64 (n,), is when each was stored, finer than the whole seconds in the records.
         """
         whole = puts["last_shard"] == 0
+        if whole.all():
+            if len(puts):
+                yield _entries(puts, np.full(len(puts), segment_number, np.int32), stored)
+            return
         if whole.any():
             yield _entries(puts[whole], np.full(int(whole.sum()), segment_number, np.int32), stored[whole])
         finished: list[tuple[int, np.void]] = []

@@ -25,6 +25,7 @@ from posix_store.evictor import Evictor
 from posix_store.files import SegmentFiles
 from posix_store.health import Health
 from posix_store.ids import Ids, as_ids, as_shards
+from posix_store.io_mode import IoMode
 from posix_store.keeper import Keeper
 from posix_store.loading import Loader
 from posix_store.mount_type import may_be_shared
@@ -83,6 +84,8 @@ class PosixStore:
         writable: False never writes anything, and needs a store to be there.
         engine: moves the bytes: `native` (C), `python`, `auto`: native if it was built, or an `Engine`.
             Closed with the store.
+        io_mode: `buffered`, `direct` (around the page cache), or `auto`: direct on NVMe; see `IoMode`.
+        page_cache: `keep` what was read and written there, or `drop` it.
         syscalls: for fault injection.
 
     Raises:
@@ -111,6 +114,8 @@ class PosixStore:
         maintenance: bool = True,
         writable: bool = True,
         engine: Engine | str = "auto",
+        io_mode: str = "buffered",
+        page_cache: str = "keep",
         syscalls: Syscalls | None = None,
     ) -> None:
         if not NAMESPACE_NAME.fullmatch(namespace):
@@ -132,6 +137,7 @@ class PosixStore:
         self.health = Health(
             self.root.path, breaker_failures, breaker_seconds, slow_seconds, write_queue_bytes
         )
+        self.io_mode = IoMode(io_mode, page_cache, self.root)
         self._pid = os.getpid()
         self._timeout = timeout
         self._calls = calls
@@ -148,6 +154,7 @@ class PosixStore:
             self._catalog,
             segment_bytes,
             self.engine.journal,
+            self.io_mode.direct,
             self._serve,
         )
         self.evictor = Evictor(self.root, self._space, chosen, (namespace, self._catalog, self._writer))
@@ -155,18 +162,19 @@ class PosixStore:
         self._recency = Recency(self._catalog.index, self._writer, self._catalog.clock)
         self._loader = Loader(
             self._catalog, self._files, self._writer, self.engine, self._recency, self.counters, calls,
-            self._must_verify(verify),
+            self._must_verify(verify), self.io_mode,
         )  # fmt: skip
         self._dumper = Dumper(
-            self._catalog, self._writer, self._space, self.evictor, self._recency, gate, self.health.writes,
-            self._make_room_ahead, self.engine, self.counters, self.root.read_only_because,
+            self._catalog, self._writer, self._files, self._space, self.evictor, self._recency, gate,
+            self.health.writes, self._make_room_ahead, self.engine, self.counters,
+            self.root.read_only_because, self.io_mode,
         )  # fmt: skip
         self.upkeep = Upkeep(
             self.root, self._space, self._catalog, self._writer, self.evictor, self._recency, namespace, ttl,
             writes=self.root.read_only_because is None,
         )  # fmt: skip
         if maintenance:
-            self._keeper = Keeper(self.upkeep.round)
+            self._keeper = Keeper(self.upkeep.tick)
         self._served = self.root.serve(namespace)
         self._catalog.refresh(max_age=0, budget=float("inf"))
 

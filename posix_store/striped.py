@@ -19,6 +19,7 @@ from posix_store.crew import Crew
 from posix_store.engine import Engine
 from posix_store.errors import Reason
 from posix_store.ids import Ids, as_ids, as_shards
+from posix_store.io_mode import IoMode
 from posix_store.placement import Placement
 from posix_store.reports import StoreStats, VerifyReport
 from posix_store.store import PosixStore, Shards
@@ -76,6 +77,11 @@ class StripedStore:
         )
         self._crew = Crew(CALLERS * (len(self.stores) - 1), "posix-store-root")
         self._logged_at = float("-inf")
+
+    @property
+    def io_mode(self) -> IoMode:
+        """That of the first root; others may lie on other devices."""
+        return self.stores[0].io_mode
 
     @property
     def engine(self) -> Engine:

@@ -67,6 +67,10 @@ class Syscalls:
     def fadvise(self, fd: int, offset: int, length: int, advice: int) -> None:
         os.posix_fadvise(fd, offset, length, advice)
 
+    def set_direct(self, fd: int) -> None:
+        """Go around the page cache from now on (O_DIRECT)."""
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
     def seek_hole(self, fd: int, offset: int) -> int:
         """Where the first hole at or behind `offset` begins; the end of the file counts as one."""
         return os.lseek(fd, offset, os.SEEK_HOLE)

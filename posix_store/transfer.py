@@ -101,6 +101,17 @@ def address_matrix(
     return matrix, component_sizes(sizes, matrix)
 
 
+def runs(transfer: Transfer) -> list[tuple[int, int, int]]:
+    """(file, begin, end) of each run of neighbouring blocks."""
+    order = np.lexsort((transfer.offsets, transfer.fds))
+    fds, begins = transfer.fds[order], transfer.offsets[order]
+    ends = begins + transfer.block_bytes
+    first = np.ones(len(order), bool)
+    first[1:] = (fds[1:] != fds[:-1]) | (begins[1:] != ends[:-1])
+    last = np.roll(first, -1)
+    return list(zip(fds[first].tolist(), begins[first].tolist(), ends[last].tolist(), strict=True))
+
+
 @dataclass
 class Requests:
     """A transfer's blocks in file order, cut into r requests of neighbouring blocks."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from posix_store.capacity import LOW_SHARE, NoSpace, SpaceKeeper
 from posix_store.catalog import HIT_MAX_AGE, Catalog
 from posix_store.evictor import EvictionReport, Evictor
+from posix_store.keeper import PERIOD
 from posix_store.recency import Recency
 from posix_store.root import StoreRoot
 from posix_store.writer import SegmentWriter
@@ -57,9 +58,16 @@ class Upkeep:
         self._writes = writes
         self._pid = os.getpid()
         self._said_at = float("-inf")
-        self._due = dict.fromkeys(("flush", "tidy", "expire"), 0.0)
+        self._due = dict.fromkeys(("round", "flush", "tidy", "expire"), 0.0)
         # A short-lived process leaves the collection of garbage to the others.
         self._due["tidy"] = time.monotonic() + TIDY_SECONDS
+
+    def tick(self) -> None:
+        """What the background thread does when it wakes up: dumps may wake it up many times a second."""
+        if os.getpid() == self._pid and self._writes:
+            self._try(self._writer.reserve_ahead)
+        if self._space.is_low or self._is_due("round", PERIOD / 2):
+            self.round()
 
     def round(self) -> None:
         """Do what is due. Never raises for what a file system does: it is tried again in the next round."""
@@ -78,10 +86,13 @@ class Upkeep:
         if self._is_due("tidy", TIDY_SECONDS):
             chores.append(lambda: self._evictor.tidy(time.monotonic() + ROUND_SECONDS))
         for chore in chores:
-            try:
-                chore()
-            except (OSError, NoSpace) as error:
-                self._say(error)
+            self._try(chore)
+
+    def _try(self, chore: Callable[[], object]) -> None:
+        try:
+            chore()
+        except (OSError, NoSpace) as error:
+            self._say(error)
 
     def _say(self, error: Exception) -> None:
         if time.monotonic() - self._said_at > _LOG_EVERY_SECONDS:

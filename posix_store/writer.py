@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from posix_store.capacity import LOCK_TIMEOUT, NoSpace, SpaceKeeper
+from posix_store.capacity import LOCK_TIMEOUT, LOW_SHARE, NoSpace, SpaceKeeper
 from posix_store.catalog import Catalog
 from posix_store.errors import Reason
 from posix_store.journal import Journal, PythonJournal
@@ -44,6 +44,8 @@ _MAX_JOURNAL_BYTES = 64 << 20
 _SEGMENTS_IN_CAPACITY = 16
 """Segments are no larger than this share of the capacity: a segment may have to be evicted whole."""
 _LEAST_SEGMENT_BYTES = 64 << 10
+_RESERVE_SECONDS = 0.25
+"""How long no more is reserved ahead, when there was less than was wanted."""
 _LOOK_SECONDS = 0.5
 """How often a writer asks whether somebody has deleted its files before it writes into them."""
 
@@ -72,6 +74,7 @@ class SegmentWriter:
         segment_bytes: a segment is closed and a new one begun when it would grow beyond this.
         open_journal: makes the end of a journal from its descriptor and where appends begin; an engine's,
             if it is to append.
+        direct: extents will be written around the page cache.
         on_create: called when the namespace's directory is sure to be there.
     """
 
@@ -84,6 +87,7 @@ class SegmentWriter:
         catalog: Catalog,
         segment_bytes: int,
         open_journal: Callable[[int, int], Journal] | None = None,
+        direct: bool = False,
         on_create: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
@@ -93,6 +97,7 @@ class SegmentWriter:
         self._space = space
         self._catalog = catalog
         self._segment_bytes = segment_bytes
+        self._direct = direct
         self._open_journal = open_journal or functools.partial(PythonJournal, root.syscalls)
         self._on_create = on_create
         self._lock = threading.Lock()
@@ -102,6 +107,8 @@ class SegmentWriter:
         self._seq = 0
         self._current: OpenSegment | None = None
         self._looked_at = float("-inf")
+        self._largest = 0
+        self._reserve_after = float("-inf")
         self._ended: list[tuple[OpenSegment, int, Extent | None]] = []
         self._noted_lock = threading.Lock()
         self._noted: list[np.ndarray] = []
@@ -146,6 +153,7 @@ class SegmentWriter:
                 segment.cursor = align(segment.cursor + length)
                 segment.users += 1
                 segment.promised += promise
+                self._largest = max(self._largest, length)
             try:
                 yield extent
             except BaseException:
@@ -228,6 +236,46 @@ class SegmentWriter:
             with self._space.reserve(ends, urgent=True):
                 self._append(segment, records, time.monotonic() + LOCK_TIMEOUT)
 
+    @property
+    def wants_space(self) -> bool:
+        """Is there little space left that is reserved already?"""
+        segment = self._current
+        if segment is None or segment.data.allocated - segment.cursor >= self._ahead() // 2:
+            return False
+        return time.monotonic() > self._reserve_after
+
+    def reserve_ahead(self) -> None:
+        """Reserve space for what is stored next, so that dumps need not. May take the store lock.
+
+        Raises what `SpaceKeeper` raises.
+        """
+        with self._locked(time.monotonic() + LOCK_TIMEOUT):
+            self._leave_parents_files()
+            segment = self._current
+            if segment is None or not self.wants_space:
+                return
+            segment.users += 1  # it stays open, although this writer's lock is let go of
+            most = self._most_bytes() - segment.cursor
+            ahead = min(self._ahead(), max(0, most))
+            ends = [
+                (segment.data, segment.cursor + ahead),
+                (segment.journal, self._journal_end(segment) + ahead // 64),
+            ]
+            self._largest //= 2
+        try:
+            for file, end in ends:
+                self._space.grow_ahead(file, end)
+        finally:
+            if segment.data.allocated < ends[0][1]:
+                self._reserve_after = time.monotonic() + _RESERVE_SECONDS
+            self._ended.append((segment, 0, None))
+            with contextlib.suppress(NoSpace), self._locked(time.monotonic() + LOCK_TIMEOUT):
+                pass
+
+    def _ahead(self) -> int:
+        most = self._root.capacity // LOW_SHARE
+        return min(most, max(self._space.chunk, 3 * self._largest))
+
     def let_go_of_deleted(self) -> None:
         """Close files that others have deleted: while they are open, their space is not free."""
         with contextlib.suppress(NoSpace, OSError), self._locked(time.monotonic()):
@@ -268,13 +316,9 @@ class SegmentWriter:
     def _writable(self, length: int, urgent: bool = False) -> OpenSegment:
         current = self._current
         if current is not None:
-            most = min(
-                self._segment_bytes,
-                max(_LEAST_SEGMENT_BYTES, self._root.capacity // _SEGMENTS_IN_CAPACITY),
-            )
             if current.info.dropped or self._is_deleted(current):
                 self._retire()
-            elif current.cursor > SEGMENT_HEADER_BYTES and current.cursor + length > most:
+            elif current.cursor > SEGMENT_HEADER_BYTES and current.cursor + length > self._most_bytes():
                 # It stays until there is another: evictions, which make room for that, are recorded in it.
                 new = self._create(urgent)
                 self._retire()
@@ -282,6 +326,10 @@ class SegmentWriter:
         if self._current is None:
             self._current = self._create(urgent)
         return self._current
+
+    def _most_bytes(self) -> int:
+        share = max(_LEAST_SEGMENT_BYTES, self._root.capacity // _SEGMENTS_IN_CAPACITY)
+        return min(self._segment_bytes, share)
 
     def _is_deleted(self, segment: OpenSegment) -> bool:
         """Asked again after each append, so that not every dump has to ask before."""
@@ -324,7 +372,7 @@ class SegmentWriter:
             self._seq += 1
             return create_segment(
                 self._root, self._namespace, name, self._space, self._catalog.add_own, self._open_journal,
-                self._waiting_bytes(), urgent,
+                self._waiting_bytes(), urgent, self._direct,
             )  # fmt: skip
 
     def _append_noted(self, segment: OpenSegment) -> None:

@@ -4,10 +4,13 @@
 #   scripts/env.sh core            environment with the packages, their tests, ruff and mypy (no engine)
 #   scripts/env.sh sglang          environment with SGLang on a CPU
 #   scripts/env.sh vllm            environment with vLLM on a CPU
+#   scripts/env.sh bench           environment with the packages and matplotlib, for scripts/bench_store.py
+#   scripts/env.sh ucm | nixl      environment with a peer's wheel alone, which scripts/bench_store.py measures
 #   . scripts/env.sh               the functions below, for other scripts
 #
 # UCM_ENVS_DIR     where the environments live           (default: .envs in the repository)
 # UCM_PYTHON       the Python to make them with          (default: python3.11, else python3 if it is >= 3.11)
+# UCM_PYTHON312    the Python for `ucm`, whose wheel is for 3.12 (default: python3.12, else pyenv's newest 3.12)
 # UCM_TORCH_INDEX  package index with torch's CPU builds (default: https://download.pytorch.org/whl/cpu)
 #
 # Calling it again costs nothing: a stamp in each environment holds the hash of what it was made from.
@@ -24,11 +27,16 @@ env_dir() { printf '%s/%s\n' "$UCM_ENVS_DIR" "$1"; }
 # env_requirements NAME: the pinned file it is made from.
 env_requirements() {
   case "$1" in
-    core) echo "$UCM_ROOT/requirements/core.txt" ;;
+    core | bench) echo "$UCM_ROOT/requirements/$1.txt" ;;
     sglang | vllm) echo "$UCM_ROOT/requirements/$1-cpu.txt" ;;
-    *) echo "env.sh: unknown environment '$1' (known: core, sglang, vllm)" >&2; return 2 ;;
+    ucm | nixl) echo "$UCM_ROOT/requirements/peer-$1.txt" ;;
+    *) echo "env.sh: unknown environment '$1' (known: core, sglang, vllm, bench, ucm, nixl)" >&2; return 2 ;;
   esac
 }
+
+# env_has_engine NAME, env_is_peer NAME: has it torch and an engine? Is it a peer's wheel without this project?
+env_has_engine() { [ "$1" = sglang ] || [ "$1" = vllm ]; }
+env_is_peer() { [ "$1" = ucm ] || [ "$1" = nixl ]; }
 
 # env_find_python: prints a Python >= 3.11. The pins are resolved for 3.11, so that one comes first.
 env_find_python() {
@@ -40,6 +48,19 @@ env_find_python() {
     fi
   done
   echo "env.sh: no Python >= 3.11 among: ${UCM_PYTHON:-python3.11 python3} (install it or set UCM_PYTHON)" >&2
+  return 1
+}
+
+# env_find_python312: prints a Python 3.12.
+env_find_python312() {
+  local candidate
+  for candidate in ${UCM_PYTHON312:-python3.12 "$(printf '%s\n' "$HOME"/.pyenv/versions/3.12.*/bin/python | sort -V | tail -1)"}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+      echo "$candidate"
+      return 0
+    fi
+  done
+  echo "env.sh: no Python 3.12, which UCM's wheel needs (install it or set UCM_PYTHON312)" >&2
   return 1
 }
 
@@ -62,7 +83,11 @@ env_pip() {
 # env_create NAME DIR: an empty virtual environment with pip, also where Python came without ensurepip.
 env_create() {
   local name="$1" dir="$2" python
-  python="$(env_find_python)" || return
+  if [ "$name" = ucm ]; then
+    python="$(env_find_python312)" || return
+  else
+    python="$(env_find_python)" || return
+  fi
   env_say "$name" "creating $dir with $("$python" --version)"
   if "$python" -c 'import ensurepip' 2>/dev/null; then
     "$python" -m venv "$dir"
@@ -118,14 +143,17 @@ env_headers() {
 env_install() {
   local name="$1" dir="$2" requirements pip_args=()
   requirements="$(env_requirements "$name")" || return
-  if [ "$name" != core ]; then
+  if env_has_engine "$name"; then
     mapfile -t pip_args < <(env_torch_args "$requirements")
   fi
   env_say "$name" "installing the $(grep -c '==' "$requirements") packages of ${requirements#"$UCM_ROOT"/}"
   env_pip "$dir/bin/python" install --no-deps "${pip_args[@]}" -r "$requirements" || return
+  if env_is_peer "$name"; then
+    return 0
+  fi
   env_say "$name" "installing ucm-sglang from $UCM_ROOT, editable"
   env_pip "$dir/bin/python" install --no-deps --no-build-isolation -e "$UCM_ROOT" || return
-  if [ "$name" != core ]; then
+  if env_has_engine "$name"; then
     env_check_torch "$dir"
   fi
 }

@@ -22,6 +22,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from posix_store.admission import ADMISSIONS
+from posix_store.io_mode import IO_MODES, PAGE_CACHE
+from posix_store.native import ENGINES
 from posix_store.policies import POLICIES
 from ucm_sglang.config_values import (
     MAX_BYTES,
@@ -75,6 +77,9 @@ class StoreArguments(TypedDict):
     breaker_failures: int
     breaker_seconds: float
     write_queue_bytes: int
+    engine: str
+    io_mode: str
+    page_cache: str
 
 
 @dataclass(frozen=True)
@@ -246,6 +251,24 @@ class StoreConfig(BaseModel):
         Key("size", "bytes", "Most bytes of pages that may be waiting to be written; pages beyond that are "
             "not stored.", 'give whole bytes or a size, at least 1 MiB, such as "1GiB"', "1GiB"),
     ] = 1 << 30  # fmt: skip
+    io_mode: Annotated[
+        str,
+        one_of(IO_MODES),
+        Key("text", "", '"buffered", through the page cache; "direct", around it, where pages are aligned; '
+            '"auto", direct on NVMe.', _NAMES_FIX.format(", ".join(IO_MODES))),
+    ] = "auto"  # fmt: skip
+    page_cache: Annotated[
+        str,
+        one_of(PAGE_CACHE),
+        Key("text", "", 'Buffered I/O: "keep" what was moved in the page cache, or "drop" it, where memory is '
+            "wanted for other things.", _NAMES_FIX.format(", ".join(PAGE_CACHE))),
+    ] = "keep"  # fmt: skip
+    engine: Annotated[
+        str,
+        one_of(ENGINES),
+        Key("text", "", 'What moves the bytes: "native", in C; "python"; "auto", native where it was built.',
+            _NAMES_FIX.format(", ".join(ENGINES))),
+    ] = "auto"  # fmt: skip
     weights_fingerprint: Annotated[
         str,
         Field(min_length=1),
@@ -341,6 +364,9 @@ class StoreConfig(BaseModel):
             breaker_failures=self.breaker_failures,
             breaker_seconds=self.breaker_seconds,
             write_queue_bytes=self.write_queue,
+            engine=self.engine,
+            io_mode=self.io_mode,
+            page_cache=self.page_cache,
         )
 
 

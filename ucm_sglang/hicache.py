@@ -124,9 +124,9 @@ class UcmHiCacheStorage(HiCacheStorage):
             raise ConfigError(f"path = {self.config.path}: cannot be examined: {error}") from error
         logger.info(
             "ucm-sglang: store %s (capacity %d bytes, %d allocated), %d blocks in namespace %s; engine %s, "
-            "buffered I/O, %s%s",
+            "I/O %s, %s%s",
             stats.root, stats.capacity, stats.allocated_bytes, stats.blocks, namespace,
-            store.engine.name, "zero-copy" if self._zero_copy else "generic interface",
+            store.engine.name, store.io_mode, "zero-copy" if self._zero_copy else "generic interface",
             f"; READ-ONLY: {stats.read_only_because}" if stats.read_only_because else "",
         )  # fmt: skip
         self._report_file_systems(store)

@@ -126,7 +126,7 @@ class Holdings:
         )
         files = SegmentFiles(self.catalog, self.namespace, self.root.syscalls)
         try:
-            with files.opened(np.unique(at.segment)) as (fds, failed):
+            with files.opened(np.unique(at.segment).tolist()) as (fds, failed):
                 if failed:
                     return next(iter(failed.values()))
                 for number, offset, length, crc in places:

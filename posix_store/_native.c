@@ -27,7 +27,7 @@ static int64_t python_failed(struct python_calls *python) {
     PyErr_NormalizeException(&type, &value, &traceback);
     if (is_os_error && value) {
         PyObject *code = PyObject_GetAttrString(value, "errno");
-        if (code && PyLong_Check(code)) error = PyLong_AsLongLong(code);
+        if (code && PyLong_Check(code) && PyLong_AsLongLong(code) > 0) error = PyLong_AsLongLong(code);
         Py_XDECREF(code);
         PyErr_Clear();
     }
@@ -208,6 +208,7 @@ static PyObject *journal_type;
 
 /* ---- A batch ---- */
 
+enum { MAX_BATCH_RECORDS = 1 << 16 };
 enum { NOT_TRIED = -1, GONE = -2 }; /* what came of publishing, besides an errno */
 enum { WRITES = 1, CHECKS = 2, FINDS_HOLES = 4 };
 
@@ -265,7 +266,7 @@ static PyObject *native_move(PyObject *module, PyObject *const *args, Py_ssize_t
     int published = NOT_TRIED;
     Py_BEGIN_ALLOW_THREADS
     run_batch(pool, &b);
-    if (publishes && count) published = publish(&b, &((JournalObject *)args[12])->journal, views[6].buf);
+    if (publishes && count && count <= MAX_BATCH_RECORDS) published = publish(&b, &((JournalObject *)args[12])->journal, views[6].buf);
     Py_END_ALLOW_THREADS
     release_buffers(views, held);
     return raised(&python) ? NULL : Py_BuildValue("ii", b.error, published);

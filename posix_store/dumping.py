@@ -195,6 +195,7 @@ class Dumper:
                 late = int((status[:count] == Reason.TIMEOUT).sum()) if status.any() else 0
                 return status, written, late
             except _Deleted:
+                self._writer.look_again()
                 status[:count] = Reason.EVICTED
                 tries += 1
                 if tries > MOST_TRIES:
@@ -266,7 +267,8 @@ class Dumper:
     def _may_be_published_at_once(self, records: np.ndarray) -> bool:
         """Must nothing be looked up between writing and publishing?"""
         return (
-            not records["last_shard"][0]
+            not self._writer.noted_records
+            and not records["last_shard"][0]
             and not self._catalog.others_write
             and len(records) <= MAX_BATCH_RECORDS
         )

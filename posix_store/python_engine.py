@@ -13,7 +13,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from itertools import count
 
@@ -108,8 +108,11 @@ class PythonEngine:
             while (number := next(numbers)) < len(requests):
                 run(requests, number)
 
-        helpers = [self._pool.submit(work) for _ in range(min(self._threads, len(requests)) - 1)]
+        helpers: list[Future[None]] = []
         try:
+            with contextlib.suppress(RuntimeError):  # no more threads: then there are fewer
+                for _ in range(min(self._threads, len(requests)) - 1):
+                    helpers.append(self._pool.submit(work))
             work()
         finally:
             # A helper that has not started has nothing left to do; one that runs must be waited for.

@@ -226,12 +226,6 @@ class PosixStore:
         self.counters.looked_up(len(keys), leading)
         return leading - 1
 
-    def _note_uses(self) -> None:
-        """Without a background thread, who uses the store does it."""
-        if self._keeper is None:
-            self._recency.settle()
-            self._writer.flush()
-
     def _contains(self, keys: np.ndarray) -> np.ndarray:
         self._is_used()
         if not self.health.reads.allows():
@@ -271,7 +265,9 @@ class PosixStore:
 
         def load(deadline: float) -> np.ndarray:
             status = self._loader.load(keys, which, matrix, widths, deadline)
-            self._note_uses()
+            if self._keeper is None:
+                self._recency.settle()
+                self._writer.flush()
             return status
 
         def run() -> np.ndarray:
@@ -333,7 +329,8 @@ class PosixStore:
                     keys[rows], which[rows], n_shards, chain[rows], matrix[rows], widths, deadline
                 )
             self.counters.dumped(status[status == Reason.QUEUE], 0, int(widths.sum()))
-            self._note_uses()
+            if self._keeper is None:
+                self._recency.settle()
             return status
 
         def refuse() -> np.ndarray:

@@ -276,6 +276,10 @@ class SegmentWriter:
         most = self._root.capacity // LOW_SHARE
         return min(most, max(self._space.chunk, 3 * self._largest))
 
+    def look_again(self) -> None:
+        """Somebody may just have deleted the current segment."""
+        self._looked_at = float("-inf")
+
     def let_go_of_deleted(self) -> None:
         """Close files that others have deleted: while they are open, their space is not free."""
         with contextlib.suppress(NoSpace, OSError), self._locked(time.monotonic()):

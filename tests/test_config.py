@@ -297,7 +297,8 @@ def test_one_path_or_several(keys, paths, capacities):
 KEYS = {
     "capacity": "64MiB", "min_free": 0, "segment_size": "2MiB", "io_threads": 1, "timeout": 2,
     "verify": False, "policy": "fifo", "admission": "second_touch", "ttl": 3600, "slow_seconds": 0.5,
-    "breaker_failures": 3, "breaker_seconds": 4, "write_queue": "8MiB",
+    "breaker_failures": 3, "breaker_seconds": 4, "write_queue": "8MiB", "engine": "python",
+    "io_mode": "direct", "page_cache": "drop",
 }  # fmt: skip
 
 
@@ -318,6 +319,9 @@ def test_the_store_opens_with_the_arguments_of_the_config(tmp_path: Path):
         "slow_seconds": 0.5,
         "breaker_failures": 3,
         "breaker_seconds": 4.0,
+        "engine": "python",
+        "io_mode": "direct",
+        "page_cache": "drop",
         "write_queue_bytes": 8 << 20,
     }
     with open_store(namespace="0" * 32, **arguments) as store:

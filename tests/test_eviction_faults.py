@@ -142,7 +142,7 @@ def test_calls_fail(root: Path, times: Times, life_type: type[Life], error: int,
         strike(root / str(nth), times, life_type, [Fault(nth, times=times_struck, error=error)])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "fadvise"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("fadvise", "set_direct")])
 def test_one_kind_of_call_fails_for_good(root: Path, times: Times, kind: str) -> None:
     """Must hold 2: from some point on no call of one kind succeeds, while all others do."""
     lives = [life_type for life_type in LIVES if calls_in(life_type, (kind,))]

@@ -394,7 +394,7 @@ def test_the_shim_itself(tmp_path: Path, kind: str) -> None:
         "open": (path, os.O_RDONLY), "close": (os.dup(fd),), "pread": (fd, 10, 0), "pwrite": (fd, b"abc", 0),
         "preadv": (fd, iov.ctypes.data, 1, 0), "pwritev": (fd, iov.ctypes.data, 1, 0),
         "fallocate": (fd, 0, 0, 4096), "ftruncate": (fd, 0), "fadvise": (fd, 0, 0, os.POSIX_FADV_WILLNEED),
-        "seek_hole": (fd, 0), "fsync": (fd,), "fstat": (fd,), "stat": (path,), "access": (path, os.R_OK),
+        "seek_hole": (fd, 0), "set_direct": (fd,), "fsync": (fd,), "fstat": (fd,), "stat": (path,), "access": (path, os.R_OK),
         "statvfs": (path,),
         "listdir": (str(tmp_path),), "mkdir": (str(tmp_path / "new"),),
         "makedirs": (str(tmp_path / "d" / "e"),),

@@ -281,6 +281,9 @@ class StoreMachine(RuleBasedStateMachine):
         cut = {name for name in left if PARENTS.get(name) in before - left}
         assert not cut, f"{cut} hang on blocks that were evicted"
         self._gone(process, before - left)
+        if report.segments:
+            for other in self.running:
+                other.reference.forget_shards()
 
     @rule(process=processes)
     def tidy(self, process: Process) -> None:

@@ -50,7 +50,7 @@ def test_stats_are_sums_with_the_numbers_of_each_root(roots: list[str]) -> None:
             assert getattr(stats, name) == sum(getattr(part, name) for part in parts) > 0, name
         assert stats.counters == store.counters.snapshot()
         assert json.loads(json.dumps(stats.to_dict()))["roots"][1]["root"] == roots[1]
-        assert store.engine.name == "python" and store.namespace == NAMESPACE
+        assert store.engine.name == store.stores[0].engine.name and store.namespace == NAMESPACE
 
 
 def test_counters_add_up(roots: list[str]) -> None:

@@ -260,8 +260,8 @@ class StoreConfig(BaseModel):
     page_cache: Annotated[
         str,
         one_of(PAGE_CACHE),
-        Key("text", "", 'Buffered I/O: "keep" what was moved in the page cache, or "drop" it, where memory is '
-            "wanted for other things.", _NAMES_FIX.format(", ".join(PAGE_CACHE))),
+        Key("text", "", 'Buffered I/O: "keep" what was moved in the page cache, or "drop" it, where its '
+            "memory is wanted for other things.", _NAMES_FIX.format(", ".join(PAGE_CACHE))),
     ] = "keep"  # fmt: skip
     engine: Annotated[
         str,

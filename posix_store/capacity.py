@@ -190,8 +190,8 @@ class SpaceKeeper:
             if self.preallocates and end > file.allocated:
                 self._preallocate(file, align(end), align(end) + share // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT)
 
-    def grow_ahead(self, file: GrownFile, end: int) -> None:
-        """Make room for a file to grow to `end`, or as far as others are left as much. Best effort.
+    def grow_ahead(self, ends: list[tuple[GrownFile, int]]) -> None:
+        """Make room for files to grow to the given ends, or as far as others are left as much. Best effort.
 
         Takes the store lock.
         """
@@ -199,10 +199,11 @@ class SpaceKeeper:
             return
         with self.locked():
             spare = self.available(urgent=False, exact=False) // SPARE_SHARE
-            end = min(end, file.allocated + min(spare, self._root.capacity // LOW_SHARE))
-            end = end // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
-            if end > file.allocated:
-                self._preallocate(file, end, end)
+            for file, wanted in ends:
+                end = min(wanted, file.allocated + spare) // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+                if end > file.allocated:
+                    spare -= end - file.allocated
+                    self._preallocate(file, end, end)
 
     def _preallocate(self, file: GrownFile, needed: int, wanted: int) -> None:
         for end in (wanted, needed):

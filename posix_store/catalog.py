@@ -484,7 +484,9 @@ class Catalog:
         behind = np.asarray(entries.parents.any(axis=1))
         behind[1:] &= (entries.parents[1:] != entries.ids[:-1]).any(axis=1)
         rows = np.flatnonzero(behind)[::-1]  # the newest of several children counts
-        if not rows.size:
+        if rows.size <= 1:
+            if rows.size:
+                self.index.touch_soon(entries.parents[rows], float(entries.stored[rows[0]]))
             return
         parents, first = np.unique(entries.parents[rows], axis=0, return_index=True)
         self.index.touch(parents, entries.stored[rows[first]])

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from posix_store.capacity import LOW_SHARE, NoSpace, SpaceKeeper
 from posix_store.catalog import HIT_MAX_AGE, Catalog
 from posix_store.evictor import EvictionReport, Evictor
-from posix_store.keeper import PERIOD
 from posix_store.recency import Recency
 from posix_store.root import StoreRoot
 from posix_store.writer import SegmentWriter
@@ -20,6 +19,8 @@ logger = logging.getLogger(__name__)
 _LOG_EVERY_SECONDS = 60.0
 HIGH_SHARE = 16
 """Room is made until one part in so many of what the store may hold is free."""
+ROUND_EVERY = 1.0
+"""Seconds between two rounds while there is enough space."""
 ROUND_SECONDS = 1.0
 """Time for making room in one round."""
 FLUSH_SECONDS = 1.0
@@ -64,16 +65,20 @@ class Upkeep:
 
     def tick(self) -> None:
         """What the background thread does when it wakes up: dumps may wake it up many times a second."""
-        if os.getpid() == self._pid and self._writes:
+        if os.getpid() != self._pid:
+            return
+        if self._writes:
             self._try(self._writer.reserve_ahead)
-        if self._space.is_low or self._is_due("round", PERIOD / 2):
+        # Whoever comes out of a system call waits for the interpreter, and takes it from those who move
+        # pages: so there are as few calls as will do.
+        self._catalog.refresh(HIT_MAX_AGE / 2)  # sooner than loads and dumps would, so that they need not
+        if self._space.is_low or self._is_due("round", ROUND_EVERY):
             self.round()
 
     def round(self) -> None:
         """Do what is due. Never raises for what a file system does: it is tried again in the next round."""
         if os.getpid() != self._pid:
             return
-        # Sooner than loads and dumps would, so that they need not.
         self._catalog.refresh(HIT_MAX_AGE / 2)
         if not self._writes:
             return

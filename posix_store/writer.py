@@ -44,6 +44,8 @@ _MAX_JOURNAL_BYTES = 64 << 20
 _SEGMENTS_IN_CAPACITY = 16
 """Segments are no larger than this share of the capacity: a segment may have to be evicted whole."""
 _LEAST_SEGMENT_BYTES = 64 << 10
+_AHEAD_BYTES = 256 << 20
+"""Reserved ahead of what is written, if the capacity is large enough."""
 _RESERVE_SECONDS = 0.25
 """How long no more is reserved ahead, when there was less than was wanted."""
 _LOOK_SECONDS = 0.5
@@ -263,8 +265,7 @@ class SegmentWriter:
             ]
             self._largest //= 2
         try:
-            for file, end in ends:
-                self._space.grow_ahead(file, end)
+            self._space.grow_ahead(ends)
         finally:
             if segment.data.allocated < ends[0][1]:
                 self._reserve_after = time.monotonic() + _RESERVE_SECONDS
@@ -273,8 +274,9 @@ class SegmentWriter:
                 pass
 
     def _ahead(self) -> int:
-        most = self._root.capacity // LOW_SHARE
-        return min(most, max(self._space.chunk, 3 * self._largest))
+        capacity = self._root.capacity
+        enough = max(min(self._space.chunk, capacity // LOW_SHARE), min(_AHEAD_BYTES, capacity // 64))
+        return max(enough, min(3 * self._largest, capacity // LOW_SHARE))
 
     def look_again(self) -> None:
         """Somebody may just have deleted the current segment."""

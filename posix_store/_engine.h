@@ -158,20 +158,6 @@ static void fail_rest(struct batch *b, struct cursor *at, int64_t last, uint8_t 
     while (at->place < last) skip_block(b, at, reason);
 }
 
-/* A block is written whole and a hole is never filled: one in which there is a hole may have been read as zeros. */
-static void refuse_holes(struct batch *b, int64_t first, int64_t last) {
-    int fd = b->places[first].fd;
-    for (int64_t i = first; i < last;) {
-        int64_t begin = b->places[i].offset;
-        int64_t hole = b->calls->seek_hole(b->calls->context, fd, begin);
-        if (hole == -ENXIO) hole = begin; /* behind the end of the file */
-        if (hole < 0) return;             /* this file system does not tell */
-        while (i < last && b->places[i].offset + b->length <= hole) i++;
-        if (i < last && b->status[b->places[i].block] == OK) b->status[b->places[i].block] = EVICTED;
-        i++;
-    }
-}
-
 static void move_piece(struct batch *b, int64_t first, int64_t last) {
     struct iovec iov[MAX_IOV];
     const struct calls *calls = b->calls;
@@ -202,7 +188,6 @@ static void move_piece(struct batch *b, int64_t first, int64_t last) {
             skip_block(b, &at, reason_of((int)-moved));
         }
     }
-    if (b->finds_holes) refuse_holes(b, first, last);
 }
 
 static void take_pieces(struct batch *b) {
@@ -342,6 +327,24 @@ static void pool_start(struct pool *pool, int wanted) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
+/* A block is written whole and a hole is never filled: one in which there is a hole may have been read as zeros.
+ * Asked when all is read, and once for all blocks before the next hole: some file systems walk every page up to it. */
+static void refuse_holes(struct batch *b) {
+    for (int64_t i = 0; i < b->count;) {
+        int fd = b->places[i].fd;
+        int64_t begin = b->places[i].offset;
+        int64_t hole = b->calls->seek_hole(b->calls->context, fd, begin);
+        int tells = hole >= 0 || hole == -ENXIO;
+        if (tells && hole < begin) hole = begin; /* behind the end of the file */
+        while (i < b->count && b->places[i].fd == fd && (!tells || b->places[i].offset + b->length <= hole)) i++;
+        /* Those that begin before the hole and end behind it. What lies between blocks may be a hole. */
+        for (; i < b->count && b->places[i].fd == fd && b->places[i].offset <= hole; i++) {
+            uint8_t *status = b->status + b->places[i].block;
+            if (*status == OK) *status = EVICTED;
+        }
+    }
+}
+
 /* Moves a batch. When it returns, no thread uses its memory any more. */
 static void run_batch(struct pool *pool, struct batch *b) {
     if (!b->count) return;
@@ -370,6 +373,7 @@ static void run_batch(struct pool *pool, struct batch *b) {
         while (job.helpers) pthread_cond_wait(&pool->idle, &pool->lock);
         pthread_mutex_unlock(&pool->lock);
     }
+    if (b->finds_holes) refuse_holes(b);
     free(b->places);
 }
 

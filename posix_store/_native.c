@@ -7,6 +7,7 @@
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
 #include <Python.h>
+#include <fcntl.h>
 #include <structmember.h>
 
 #include "_engine.h"
@@ -311,60 +312,94 @@ static PyObject *native_crc_kind(PyObject *module, PyObject *none) {
 
 /* ---- The table of the index ---- */
 
-/* Holds the buffers of slots, ids and shards for one call. */
-static int take_columns(PyObject *const *args, Py_buffer *views, struct columns *t) {
-    for (int i = 0; i < 3; i++) {
-        if (PyObject_GetBuffer(args[i], views + i, i ? PyBUF_SIMPLE : PyBUF_WRITABLE)) {
+/* Holds the buffers of slots and rows for one call. */
+static int take_table(PyObject *const *args, Py_buffer *views, struct table *t) {
+    for (int i = 0; i < 2; i++) {
+        if (PyObject_GetBuffer(args[i], views + i, PyBUF_WRITABLE)) {
             release_buffers(views, i);
             return -1;
         }
     }
-    Py_ssize_t slots = views[0].len / 4;
-    *t = (struct columns){views[0].buf, views[1].buf, views[2].buf, (uint64_t)slots - 1, views[2].len / 2};
-    if (slots > 0 && !(slots & (slots - 1)) && views[1].len >= t->rows * 16) return 0;
-    PyErr_SetString(PyExc_ValueError, "columns of different lengths, or slots that are no power of two");
-    release_buffers(views, 3);
+    Py_ssize_t slots = views[0].len / 4, row = sizeof(struct row);
+    *t = (struct table){views[0].buf, views[1].buf, (uint64_t)slots - 1, views[1].len / row};
+    if (slots > 0 && !(slots & (slots - 1)) && views[1].len % row == 0) return 0;
+    PyErr_SetString(PyExc_ValueError, "rows of another size, or slots that are no power of two");
+    release_buffers(views, 2);
     return -1;
 }
 
-/* find(slots, ids, shards, wanted ids, wanted shards, found) */
-static PyObject *native_find(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    Py_buffer views[6];
-    struct columns table;
+/* locate(slots, rows, ids, shards, row[, segment, offset, length, crc, last_shard]) */
+static PyObject *native_locate(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    static const Py_ssize_t sizes[] = {16, 2, 8, 4, 8, 8, 4, 2};
+    Py_buffer views[10];
+    struct table table;
     (void)module;
-    if (nargs != 6) return PyErr_Format(PyExc_TypeError, "find takes 6 arguments, not %zd", nargs);
-    if (take_columns(args, views, &table)) return NULL;
-    Py_ssize_t count = PyObject_Size(args[5]);
-    static const Py_ssize_t sizes[] = {16, 2, 8};
-    for (int i = 0; i < 3; i++) {
-        if (count < 0 || take_buffer(args[3 + i], views + 3 + i, count, sizes[i], i == 2)) {
-            release_buffers(views, 3 + i);
+    if (nargs != 5 && nargs != 10) return PyErr_Format(PyExc_TypeError, "locate takes 5 or 10 arguments");
+    Py_ssize_t count = PyObject_Size(args[4]);
+    if (count < 0 || take_table(args, views, &table)) return NULL;
+    for (int i = 2; i < nargs; i++) {
+        if (take_buffer(args[i], views + i, count, sizes[i - 2], i > 3)) {
+            release_buffers(views, i);
             return NULL;
         }
     }
-    table_find(&table, views[3].buf, views[4].buf, count, views[5].buf);
-    release_buffers(views, 6);
+    if (nargs == 5) {
+        table_find(&table, views[2].buf, views[3].buf, count, views[4].buf);
+    } else {
+        struct found out = {views[4].buf, views[5].buf, views[6].buf, views[7].buf, views[8].buf, views[9].buf};
+        table_locate(&table, views[2].buf, views[3].buf, count, out);
+    }
+    release_buffers(views, (int)nargs);
     Py_RETURN_NONE;
 }
 
-/* insert(slots, ids, shards, rows) */
+/* insert(slots, rows, numbers[, records, segment, when]): with records the rows are filled from them first */
 static PyObject *native_insert(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     Py_buffer views[4];
-    struct columns table;
+    struct table table;
+    int held = 3;
     (void)module;
-    if (nargs != 4) return PyErr_Format(PyExc_TypeError, "insert takes 4 arguments, not %zd", nargs);
-    if (take_columns(args, views, &table)) return NULL;
-    if (PyObject_GetBuffer(args[3], views + 3, PyBUF_SIMPLE)) {
-        release_buffers(views, 3);
+    if (nargs != 3 && nargs != 6) return PyErr_Format(PyExc_TypeError, "insert takes 3 or 6 arguments");
+    if (take_table(args, views, &table)) return NULL;
+    if (PyObject_GetBuffer(args[2], views + 2, PyBUF_SIMPLE)) {
+        release_buffers(views, 2);
         return NULL;
     }
-    table_insert(&table, views[3].buf, views[3].len / 8);
-    release_buffers(views, 4);
+    Py_ssize_t count = views[2].len / 8;
+    if (nargs == 6) {
+        long segment = PyLong_AsLong(args[4]);
+        double when = PyFloat_AsDouble(args[5]);
+        if (PyErr_Occurred() || take_buffer(args[3], views + 3, count, RECORD, 0)) {
+            release_buffers(views, 3);
+            return NULL;
+        }
+        rows_from_records(&table, views[2].buf, views[3].buf, count, (int32_t)segment, when);
+        held = 4;
+    }
+    table_insert(&table, views[2].buf, count);
+    release_buffers(views, held);
     Py_RETURN_NONE;
+}
+
+/* fallocate(fd, mode, offset, length, step) -> (errno, how much): in steps, since each holds up writes to the file */
+static PyObject *native_fallocate(PyObject *module, PyObject *args) {
+    int fd, mode, error = 0;
+    long long offset, length, step, done = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iiLLL", &fd, &mode, &offset, &length, &step)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    while (done < length && !error) {
+        long long size = length - done < step ? length - done : step;
+        if (fallocate(fd, mode, offset + done, size) == 0) done += size;
+        else if (errno != EINTR) error = errno;
+    }
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("iL", error, done);
 }
 
 static PyMethodDef methods[] = {
-    {"find", (PyCFunction)(void (*)(void))native_find, METH_FASTCALL, "look up keys in the table of an index"},
+    {"fallocate", native_fallocate, METH_VARARGS, "reserve space in steps -> (errno, bytes)"},
+    {"locate", (PyCFunction)(void (*)(void))native_locate, METH_FASTCALL, "look up keys in the table of an index"},
     {"insert", (PyCFunction)(void (*)(void))native_insert, METH_FASTCALL, "put rows into the table of an index"},
     {"pool", native_pool, METH_O, "pool(threads) -> threads that move batches"},
     {"move", (PyCFunction)(void (*)(void))native_move, METH_FASTCALL, "move a batch -> (errno, published)"},

@@ -20,7 +20,7 @@ from posix_store.mount_type import COPY_ON_WRITE
 from posix_store.reclaim import reclaim
 from posix_store.root import DEFAULT_MIN_FREE_SHARE, StoreRoot
 from posix_store.segment import EXTENT_ALIGNMENT, align
-from posix_store.syscalls import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE
+from posix_store.syscalls import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate_in_steps
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ LOW_SHARE = 32
 """Room is made ahead when less than one part in so many of what the store may hold is free."""
 SPARE_SHARE = 2
 """A writer reserves ahead at most one part in so many of what is left, so that others find some too."""
+AHEAD_STEP = 4 << 20
+"""Bytes reserved ahead in one go: on tmpfs that takes time, in which nobody can write to the file."""
 LEAST_KEPT_BACK = 24 << 10
 """A new segment, and a few pages of its journal; less only in a store that has hardly room for blocks."""
 
@@ -203,13 +205,17 @@ class SpaceKeeper:
                 end = min(wanted, file.allocated + spare) // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
                 if end > file.allocated:
                     spare -= end - file.allocated
-                    self._preallocate(file, end, end)
+                    self._preallocate(file, end, end, step=AHEAD_STEP)
 
-    def _preallocate(self, file: GrownFile, needed: int, wanted: int) -> None:
+    def _preallocate(self, file: GrownFile, needed: int, wanted: int, step: int | None = None) -> None:
         for end in (wanted, needed):
             try:
                 mode = 0 if file.sized else FALLOC_KEEP_SIZE
-                self._root.syscalls.fallocate(file.fd, mode, file.allocated, end - file.allocated)
+                start, calls = file.allocated, self._root.syscalls
+                if step is None:
+                    calls.fallocate(file.fd, mode, start, end - start)
+                else:
+                    fallocate_in_steps(calls, file.fd, mode, start, end - start, step)
             except OSError as error:
                 if error.errno in _UNSUPPORTED:
                     self._cannot_preallocate(error)

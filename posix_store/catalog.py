@@ -17,8 +17,9 @@ from collections.abc import Callable
 import numpy as np
 
 from posix_store.clock import Clock
-from posix_store.index import Entries, Index, Locations
-from posix_store.known import LONG_GONE, CatalogCounters, News, SegmentInfo, fine_times
+from posix_store.early import EarlyEvictions
+from posix_store.index import Entries, Index, Locations, parents_in
+from posix_store.known import LONG_GONE, CatalogCounters, News, SegmentInfo, backed, fine_times
 from posix_store.mount_type import may_be_shared
 from posix_store.root import StoreRoot
 from posix_store.segment import (
@@ -27,7 +28,6 @@ from posix_store.segment import (
     PUT,
     RECORD_BYTES,
     SEAL,
-    SEGMENT_HEADER_BYTES,
     TOUCH,
     FormatError,
     SegmentName,
@@ -77,6 +77,8 @@ class Catalog:
         # Held during a look, which makes system calls. `_lock` guards what is known, and is held for none.
         self._look_lock = threading.Lock()
         self._look_began = 0.0
+        self._looks = 0
+        self._last_complete = 0
         self._lock = threading.Lock()
         self._segments: dict[int, SegmentInfo] = {}
         self._next_number = 0
@@ -85,8 +87,7 @@ class Catalog:
         self._by_uid: dict[bytes, SegmentInfo] = {}
         self._ignored: dict[str, int] = {}
         self._assembler = ShardAssembler()
-        self._evicted_early: dict[bytes, set[int]] = {}
-        self._early_before: dict[bytes, set[int]] = {}
+        self._early = EarlyEvictions()
         self._displaced: list[Entries] = []
         self._forgotten: dict[int, list[tuple[int, int]]] = {}
         self._looked_at = float("-inf")
@@ -175,10 +176,19 @@ class Catalog:
         record first, and only then is its space freed: bytes read before this call are right where it says
         True.
         """
-        if not any(self.refresh(max_age=0) and self.complete for _ in range(_LOOKS)):
+        if not self.follow_all():
             return None
         now = self.index.locate(ids, shards)
         return now.present & (now.segment == at.segment) & (now.offset == at.offset)
+
+    def follow_all(self) -> bool:
+        """Read everything that journals say at this moment; False when they could not be read whole."""
+        first = self._looks + 1  # not one that is under way
+        for _ in range(_LOOKS):
+            self.refresh(max_age=0)
+            if self._last_complete >= first:
+                return True
+        return False
 
     def publish_own(self, segment: SegmentInfo, records: np.ndarray) -> bool:
         """Make PUT records that this process has just appended visible to its own look-ups.
@@ -186,9 +196,12 @@ class Catalog:
         False when the segment has been deleted or refused meanwhile: nobody will find them.
         """
         with self._lock:
-            if not segment.dropped:
-                self._apply_puts(segment, records, np.full(len(records), self.clock.now()))
-            return not segment.dropped
+            if segment.dropped:
+                return False
+            now = self.clock.now()
+            if self._early.knows(segment.uid) or not self.index.put_new(records, segment.number, now):
+                self._apply_puts(segment, records, np.full(len(records), now))
+            return True
 
     def forget_blocks(self, entries: Entries) -> int:
         """Forget blocks whose EVICT records this process has just appended; how many blocks that were."""
@@ -261,7 +274,10 @@ class Catalog:
             if time.monotonic() - self._looked_at < max_age:
                 return False
             self._look_began = time.monotonic()
+            self._looks += 1
             self._refresh(self._look_began + budget)
+            if self.complete:
+                self._last_complete = self._looks
             self._looked_at = time.monotonic()
             return True
         finally:
@@ -379,30 +395,22 @@ class Catalog:
             length = max(0, min(_READ_BYTES, size - segment.read))
             data = read_at(self._calls, fd, length, segment.read)
             records, consumed, damaged = decode_records(data)
-            backed = self._backed(segment, records)
-            if self._may_grow_yet(segment, short=len(backed) < len(records)):
+            there = backed(records, self._calls.stat(self.path(segment)).st_size)
+            if self._may_grow_yet(segment, short=len(there) < len(records)):
                 # What is there already comes once more at the next look, which does no harm.
                 consumed, size, damaged = 0, 0, 0
             else:
-                self.counters.truncated_blocks += len(records) - len(backed)
+                self.counters.truncated_blocks += len(records) - len(there)
             whole = segment.read + length == size
             segment.read += consumed
             sealed = consumed > 0 and bool((records["kind"] == SEAL).any())
             seen = stamp if whole and len(data) == length else (0, 0, 0)
-            news = News(segment, backed, sealed, seen)
+            news = News(segment, there, sealed, seen)
             self.complete &= whole and len(data) == length
             self.counters.damaged_records += damaged
         finally:
             close_quietly(self._calls, fd)
         return [news]
-
-    def _backed(self, segment: SegmentInfo, records: np.ndarray) -> np.ndarray:
-        """Records without the puts whose bytes do not lie within the segment file as it is now."""
-        size = self._calls.stat(self.path(segment)).st_size
-        end = records["offset"] + records["length"]
-        whole = (end <= size) & (records["offset"] >= SEGMENT_HEADER_BYTES)
-        whole &= records["shard"] <= records["last_shard"]
-        return records[(records["kind"] != PUT) | whole]
 
     def _may_grow_yet(self, segment: SegmentInfo, short: bool) -> bool:
         """Is the segment shorter than its journal says only because its size is an old one?"""
@@ -422,8 +430,10 @@ class Catalog:
         for each in news:
             segment = each.segment
             if not segment.dropped:
+                segment.revision += segment.generation > 0
                 puts = each.records[each.records["kind"] == PUT]
                 self._apply_puts(segment, puts, fine_times(puts))
+                segment.revision += segment.generation > 0
             # Only now: who finds it sealed and without blocks may delete it.
             segment.evicts |= bool((each.records["kind"] == EVICT).any())
             segment.sealed |= each.sealed
@@ -438,7 +448,7 @@ class Catalog:
             if len(records):
                 self.clock.seen(float(records["time"].max()))
         if last_look:
-            self._forget_early_evictions()
+            self._early.looked()
 
     def _add(self, name: SegmentName, uid: bytes, own: bool) -> SegmentInfo:
         segment = SegmentInfo(name, self._next_number, uid, own)
@@ -459,37 +469,20 @@ class Catalog:
             return
         segment.dropped = True
         self.index.drop_segment(segment.number)
-        self._evicted_early.pop(segment.uid, None)
-        self._early_before.pop(segment.uid, None)
+        self._early.forget(segment.uid)
         self._assembler.forget(segment.number)
         self._forgotten.pop(segment.number, None)
         self.on_drop(segment.number)
 
     def _apply_puts(self, segment: SegmentInfo, puts: np.ndarray, stored: np.ndarray) -> None:
-        for early in (self._evicted_early, self._early_before):
-            evicted = early.get(segment.uid)
-            if evicted:
-                gone = np.isin(puts["offset"], np.fromiter(evicted, np.uint64, len(evicted)))
-                evicted.difference_update(puts["offset"][gone].tolist())
-                puts, stored = puts[~gone], stored[~gone]
+        gone = self._early.take(segment.uid, puts["offset"])
+        if gone.any():
+            puts, stored = puts[~gone], stored[~gone]
         for complete in self._assembler.complete(segment.name.writer, segment.number, puts, stored):
             displaced = self.index.put(complete)
-            self._touch_parents(complete)
+            self.index.touch(*parents_in(complete))
             if len(displaced):
                 self._displaced = [*self._displaced, displaced][-_MOST_DISPLACED:]
-
-    def _touch_parents(self, entries: Entries) -> None:
-        """What blocks hang on must not leave as if nothing followed it."""
-        # In a chain that comes whole, the parent of each block has just been stored as well.
-        behind = np.asarray(entries.parents.any(axis=1))
-        behind[1:] &= (entries.parents[1:] != entries.ids[:-1]).any(axis=1)
-        rows = np.flatnonzero(behind)[::-1]  # the newest of several children counts
-        if rows.size <= 1:
-            if rows.size:
-                self.index.touch_soon(entries.parents[rows], float(entries.stored[rows[0]]))
-            return
-        parents, first = np.unique(entries.parents[rows], axis=0, return_index=True)
-        self.index.touch(parents, entries.stored[rows[first]])
 
     def _apply_evictions(self, records: np.ndarray) -> None:
         """Forget blocks; those that are not known yet, when they come."""
@@ -503,11 +496,4 @@ class Catalog:
             if segment is not None:
                 known = self.index.drop_at(segment.number, as_halves(of["id"]), offsets)
             if not known.all():
-                self._evicted_early.setdefault(uid.tobytes(), set()).update(offsets[~known].tolist())
-
-    def _forget_early_evictions(self) -> None:
-        """Drop evictions of what was unknown at two complete looks.
-
-        A block is in a journal before its eviction is, so the second look would have found it.
-        """
-        self._early_before, self._evicted_early = self._evicted_early, {}
+                self._early.add(uid.tobytes(), offsets[~known])

@@ -41,3 +41,10 @@ class Reason(IntEnum):
     """Not stored: too many bytes are waiting to be written."""
     NOT_ADMITTED = 12
     """Not stored: the admission rule wants to see the block once more."""
+
+
+def require_positive(kind: type, **settings: float | None) -> None:
+    """Raises `StoreError` for a setting that is not None and no number above 0."""
+    for name, value in settings.items():
+        if value is not None and not (isinstance(value, int | kind) and 0 < value < float("inf")):
+            raise StoreError(f"{name} = {value!r}: must be a {kind.__name__} of more than 0")

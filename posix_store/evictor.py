@@ -17,6 +17,7 @@ import numpy as np
 from posix_store.capacity import LOCK_TIMEOUT, NoSpace, SpaceKeeper
 from posix_store.catalog import LOOK_SECONDS, Catalog
 from posix_store.compaction import compact, worth_a_look
+from posix_store.eviction_stamp import EvictionStamp
 from posix_store.freeing import Freer
 from posix_store.index import Entries
 from posix_store.mount_type import COPY_ON_WRITE
@@ -74,11 +75,12 @@ class Evictor:
         self._root = root
         self._space = space
         self._policy = policy
+        self.stamp = EvictionStamp(root, space)
         self._own = own[0] if own else None
         self._lock = threading.Lock()
         self._known: dict[str, _Namespace] = {}
         if own:
-            self._known[own[0]] = _Namespace(own[1], own[2], Freer(root, space, own[1], own[2]))
+            self._known[own[0]] = _Namespace(own[1], own[2], Freer(root, space, own[1], own[2], self.stamp))
         self._plan = Plan()
         self._planned_at = float("-inf")
         self._asked_to_punch = False
@@ -195,14 +197,16 @@ class Evictor:
             with contextlib.ExitStack() as stack:
                 try:
                     first = max(0.0, deadline - time.monotonic()) if insist else 0.0
-                    mine = stack.enter_context(self._root.lock(first, EVICTION_LOCK_FILE))
+                    mine = stack.enter_context(self._root.locked_file(first, EVICTION_LOCK_FILE))
                     patience = min(deadline - time.monotonic(), LOCK_TIMEOUT)
-                    if not mine and patience > 0:
+                    if mine is not None:
+                        stack.enter_context(self.stamp.held(mine))
+                    elif patience > 0:
                         stack.enter_context(self._root.lock(patience, EVICTION_LOCK_FILE))
                 except OSError as error:
                     logger.debug("posix_store %s: no eviction lock: %s", self._root.path, error)
-                    mine = False
-                yield mine
+                    mine = None
+                yield mine is not None
         finally:
             self._lock.release()
 
@@ -351,7 +355,7 @@ class Evictor:
             fd = self._root.syscalls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 self._root.syscalls.unlink(path)
-                self._space.punch(fd, 0, EXTENT_ALIGNMENT)
+                self._space.punch(fd, 0, EXTENT_ALIGNMENT)  # without a stamp: no block was ever there
             finally:
                 close_quietly(self._root.syscalls, fd)
         return self._space.punches
@@ -370,7 +374,7 @@ class Evictor:
                 catalog = Catalog(self._root, name)
                 writer = SegmentWriter(self._root, name, None, self._space, catalog, _JOURNAL_ONLY_BYTES)
                 self._known[name] = _Namespace(
-                    catalog, writer, Freer(self._root, self._space, catalog, writer)
+                    catalog, writer, Freer(self._root, self._space, catalog, writer, self.stamp)
                 )
             self._known[name].catalog.refresh(max_age=0, budget=budget)
 

@@ -18,6 +18,7 @@ import numpy as np
 from posix_store.capacity import LOCK_TIMEOUT, NoSpace, SpaceKeeper
 from posix_store.catalog import Catalog
 from posix_store.errors import Reason
+from posix_store.eviction_stamp import EvictionStamp
 from posix_store.known import SegmentInfo
 from posix_store.root import StoreRoot
 from posix_store.segment import (
@@ -45,14 +46,26 @@ _MUCH_GARBAGE = 0.25
 
 
 class Freer:
-    """Frees space in the segments of one namespace. Used by one thread at a time, under the eviction lock."""
+    """Frees space in the segments of one namespace. Used by one thread at a time, under the eviction lock.
 
-    def __init__(self, root: StoreRoot, space: SpaceKeeper, catalog: Catalog, writer: SegmentWriter) -> None:
+    Args:
+        stamp: of the eviction lock; None: only whole segments are freed.
+    """
+
+    def __init__(
+        self,
+        root: StoreRoot,
+        space: SpaceKeeper,
+        catalog: Catalog,
+        writer: SegmentWriter,
+        stamp: EvictionStamp | None = None,
+    ) -> None:
         self._calls = root.syscalls
         self._root = root
         self._space = space
         self._catalog = catalog
         self._writer = writer
+        self._stamp = stamp
 
     def free(self, segments: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> int:
         """Give back the space of blocks that were just evicted; about how many bytes that was.
@@ -63,6 +76,7 @@ class Freer:
         numbers = np.unique(segments)
         live_segment, live_offset, live_length = self._catalog.index.ranges_in(numbers)
         freed = 0
+        holes: list[tuple[SegmentInfo, Runs]] = []
         for number in numbers.tolist():
             segment = self._catalog.segment(number)
             of, live = segments == number, live_segment == number
@@ -73,8 +87,8 @@ class Freer:
                 freed += given
                 continue
             kept = _runs(*_with(live_offset[live], live_length[live], waiting))
-            freed += self._punch(segment, _without(_runs(offsets[of], lengths[of]), kept))
-        return freed
+            holes.append((segment, _without(_runs(offsets[of], lengths[of]), kept)))
+        return freed + self._punch(holes)
 
     def sweep(self, segment: SegmentInfo, blocks: int, held: int) -> int:
         """Give back what no block uses in a sealed segment, if that is much; bytes freed.
@@ -101,7 +115,7 @@ class Freer:
             logger.debug("%s is not swept: %s", segment.name.data, error)
             return 0
         pages = (SEGMENT_HEADER_BYTES // EXTENT_ALIGNMENT, -(-status.st_size // EXTENT_ALIGNMENT))
-        return self._punch(segment, _without((np.array([pages[0]]), np.array([pages[1]])), kept))
+        return self._punch([(segment, _without((np.array([pages[0]]), np.array([pages[1]])), kept))])
 
     def _record_dead(self, segment: SegmentInfo, alive: np.ndarray) -> None:
         """Record as evicted what a journal has put and nobody finds, so that it is not found later.
@@ -150,7 +164,8 @@ class Freer:
     def _delete_file(self, path: str) -> int:
         """Delete a file and free its space, also of those who have it open; bytes freed. Raises `OSError`.
 
-        First the name goes: who reads from the file meanwhile then sees that it is gone.
+        First the name goes: who reads from the file meanwhile then sees that it is gone. This needs no stamp
+        of evictions: a file that is cut to nothing reads as nothing, and not as zeros.
         """
         try:
             fd = self._calls.open(path, os.O_RDWR)
@@ -233,10 +248,24 @@ class Freer:
         for start in range(0, len(matter), MAX_BATCH_RECORDS):
             self._writer.record(matter[start : start + MAX_BATCH_RECORDS])
 
-    def _punch(self, segment: SegmentInfo, runs: Runs) -> int:
-        """Punch out runs of 4 KiB pages; bytes freed."""
-        if not len(runs[0]) or not self._space.punches:
+    def _punch(self, holes: list[tuple[SegmentInfo, Runs]]) -> int:
+        """Punch out runs of 4 KiB pages that blocks used, whose evictions are recorded; bytes freed.
+
+        Only between two stamps, or loads without checksums would take the holes for blocks.
+        """
+        holes = [(segment, runs) for segment, runs in holes if len(runs[0])]
+        if not holes or not self._space.punches or self._stamp is None:
             return 0
+        freed = 0
+        try:
+            with self._stamp.punching():
+                for segment, runs in holes:
+                    freed += self._punch_segment(segment, runs)
+        except (OSError, NoSpace) as error:
+            logger.debug("nothing punched: %s", error)
+        return freed
+
+    def _punch_segment(self, segment: SegmentInfo, runs: Runs) -> int:
         try:
             fd = self._calls.open(self._catalog.path(segment), os.O_RDWR)
         except OSError as error:

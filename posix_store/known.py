@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posix_store.segment import RECORD_BYTES, SECOND_PARTS, SegmentName
+from posix_store.segment import PUT, RECORD_BYTES, SECOND_PARTS, SEGMENT_HEADER_BYTES, SegmentName
 
 
 @dataclass
@@ -28,6 +28,8 @@ class SegmentInfo:
     dropped: bool = False
     evicts: bool = False
     """Are there EVICT records in its journal?"""
+    revision: int = 0
+    """Changes before and after blocks of before may have been found again, in a rewritten journal."""
     short_since: float | None = None
     """When the segment was first seen to be shorter than its journal says, by `time.monotonic()`."""
 
@@ -59,6 +61,14 @@ class CatalogCounters:
     damaged_journals: int = 0
     truncated_blocks: int = 0
     vanished_segments: int = 0
+
+
+def backed(records: np.ndarray, size: int) -> np.ndarray:
+    """Records without the puts whose bytes do not lie within a segment file of `size` bytes."""
+    end = records["offset"] + records["length"]
+    whole = (end <= size) & (records["offset"] >= SEGMENT_HEADER_BYTES)
+    whole &= records["shard"] <= records["last_shard"]
+    return records[(records["kind"] != PUT) | whole]
 
 
 def fine_times(records: np.ndarray) -> np.ndarray:

@@ -1,4 +1,9 @@
-"""Loads: find, read, verify, report; and forget what turned out to be bad."""
+"""Loads: find, read, verify, report; and forget what turned out to be bad.
+
+Without checksums, a load must not take the zeros of a hole for a block. As a rule `Wholeness` tells that
+there is none, with no call that lets go of the GIL. While somebody makes holes, or where that cannot be told,
+the file system is asked for holes in what was read, and the journals for what was evicted.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,8 @@ from posix_store.index import Locations
 from posix_store.io_mode import IoMode
 from posix_store.recency import Recency
 from posix_store.segment import evict_records
-from posix_store.syscalls import Syscalls
 from posix_store.transfer import Transfer, runs
+from posix_store.wholeness import Known, Wholeness
 from posix_store.writer import SegmentWriter
 
 logger = logging.getLogger(__name__)
@@ -27,7 +32,7 @@ class Loader:
     """Runs load batches. Thread-safe.
 
     Args:
-        verify: compare checksums.
+        whole: what is known to have no holes; None: checksums are compared.
         io_mode: which batches go around the page cache.
     """
 
@@ -39,8 +44,7 @@ class Loader:
         engine: Engine,
         recency: Recency,
         counters: Counters,
-        calls: Syscalls,
-        verify: bool,
+        whole: Wholeness | None,
         io_mode: IoMode,
     ) -> None:
         self._catalog = catalog
@@ -49,34 +53,40 @@ class Loader:
         self._recency = recency
         self._engine = engine
         self._counters = counters
-        self._calls = calls
-        self._verify = verify
+        self._whole = whole
         self._io_mode = io_mode
 
     def load(
         self, ids: np.ndarray, shards: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, deadline: float
     ) -> np.ndarray:
         """Load n blocks; uint8 (n,) of `Reason`. Arguments as in `PosixStore.load_data`, normalised."""
-        at = self._catalog.locate(ids, shards)
+        known, at = self._locate(ids, shards)
         length = int(sizes.sum())
         good = at.present & (at.length == length)
         if good.all():  # nothing has to be picked out then
-            status, opened, error = self._read(at, addresses, sizes, deadline)
+            status, opened, error, sure = self._read_surely(known, at, addresses, sizes, deadline)
             rows, there = np.arange(len(ids)), at
         else:
             rows = np.flatnonzero(good)
             there = at.take(rows)
             status = np.where(at.present, np.uint8(Reason.LENGTH), np.uint8(Reason.ABSENT))
-            status[rows], opened, error = self._read(there, addresses[rows], sizes, deadline)
-        if not self._verify or np.count_nonzero(status[rows]):
-            if self._verify:
+            status[rows], opened, error, sure = self._read_surely(
+                known, there, addresses[rows], sizes, deadline
+            )
+        if not sure or np.count_nonzero(status[rows]):
+            if self._whole is None:
                 self._drop_stale(at, status, rows[opened])
-            self._look_again(ids[rows], shards[rows], there, status, rows)
+            self._look_again(ids[rows], shards[rows], there, status, rows, sure)
             self._forget(ids, shards, at, status, rows[opened], error)
         used = ids[(status == Reason.OK) & (shards == 0)]
         self._recency.used(used)
         self._counters.loaded(status, length)
         return status
+
+    def close(self) -> None:
+        """Let go of files; loads go on, without what those told. Idempotent."""
+        if self._whole is not None:
+            self._whole.close()
 
     def prefetch(self, ids: np.ndarray) -> None:
         """Start read-ahead of whole blocks."""
@@ -89,8 +99,41 @@ class Loader:
                 end = int((at.offset + at.length)[of].max())
                 self._files.read_ahead(fd, start, end - start)
 
+    def _locate(self, ids: np.ndarray, shards: np.ndarray) -> tuple[Known | None, Locations]:
+        """Where blocks are, and what tells that they are whole, if something does."""
+        known = self._whole.begin() if self._whole is not None else None
+        at = self._catalog.locate(ids, shards)
+        if self._whole is None or known is None:
+            return None, at
+        there = at if at.present.all() else at.take(at.present)
+        if not self._whole.covers(known, there):
+            self._whole.learn(known, there)
+            known = self._whole.begin()
+            at = self._catalog.locate(ids, shards)
+            there = at.take(at.present)
+            if known is None or not self._whole.covers(known, there):
+                return None, at
+        return known, at
+
+    def _read_surely(
+        self,
+        known: Known | None,
+        at: Locations,
+        addresses: np.ndarray,
+        sizes: np.ndarray,
+        deadline: float,
+    ) -> tuple[np.ndarray, np.ndarray, OSError | None, bool]:
+        """As `_read`, and: is what was read right, unless its status says so?"""
+        if self._whole is None:
+            return *self._read(at, addresses, sizes, deadline, find_holes=False), True
+        if known is not None:
+            result = self._read(at, addresses, sizes, deadline, find_holes=False)
+            if self._whole.is_still(known):
+                return *result, True
+        return *self._read(at, addresses, sizes, deadline, find_holes=True), False
+
     def _read(
-        self, at: Locations, addresses: np.ndarray, sizes: np.ndarray, deadline: float
+        self, at: Locations, addresses: np.ndarray, sizes: np.ndarray, deadline: float, find_holes: bool
     ) -> tuple[np.ndarray, np.ndarray, OSError | None]:
         """Read n blocks: uint8 (n,) of `Reason`, bool (n,): whose segment was opened, the first error."""
         status = np.zeros(len(addresses), np.uint8)
@@ -114,7 +157,7 @@ class Loader:
                     status[at.segment == number] = reason
                 at, addresses, fd_of = at.take(opened), addresses[opened], fd_of[opened]
             transfer = Transfer.of(addresses, sizes, fd_of, at.offset, at.crc, direct)
-            self._engine.read(transfer, deadline, self._verify, find_holes=not self._verify)
+            self._engine.read(transfer, deadline, self._whole is None, find_holes)
             if self._io_mode.drops and not direct:
                 for fd, start, end in runs(transfer):
                     self._files.drop_behind(fd, start, end - start)
@@ -127,20 +170,26 @@ class Loader:
             self._catalog.drop_segment(number)
 
     def _look_again(
-        self, ids: np.ndarray, shards: np.ndarray, at: Locations, status: np.ndarray, rows: np.ndarray
+        self,
+        ids: np.ndarray,
+        shards: np.ndarray,
+        at: Locations,
+        status: np.ndarray,
+        rows: np.ndarray,
+        sure: bool,
     ) -> None:
         """Tell blocks that were evicted while they were read from damaged ones.
 
-        Who evicts says so before the space is freed, so a look after the read tells. Without checksums, only
-        that tells a block from the zeros of a hole.
+        Who evicts says so before the space is freed, so a look after the read tells. Where it is not `sure`
+        that what is OK is right, that tells a block from the zeros of a hole.
         """
         wrong = np.isin(status[rows], (Reason.CHECKSUM, Reason.LENGTH))
-        if self._verify and not wrong.any():
+        if sure and not wrong.any():
             return
         there = self._catalog.still_there(ids, shards, at)
         if there is not None:
             status[rows[~there & (wrong | (status[rows] == Reason.OK))]] = Reason.EVICTED
-        elif not self._verify:
+        elif not sure:
             status[rows[status[rows] == Reason.OK]] = Reason.TIMEOUT
 
     def _forget(

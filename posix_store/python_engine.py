@@ -46,6 +46,7 @@ class PythonEngine:
     def __init__(self, syscalls: Syscalls, threads: int) -> None:
         self._calls = syscalls
         self._threads = threads
+        self._pid = os.getpid()
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="posix-store-io")
 
     def read(
@@ -60,10 +61,10 @@ class PythonEngine:
                 blocks = blocks[transfer.status[blocks] == Reason.OK]
                 wrong = checksums(transfer, blocks) != transfer.crc[blocks]
                 transfer.status[blocks[wrong]] = Reason.CHECKSUM
-            elif find_holes:
-                self._refuse_holes(transfer, blocks)
 
         self._share(transfer, run)
+        if find_holes and not verify:
+            self._refuse_holes(transfer)
 
     def write(self, transfer: Transfer, deadline: float, publication: Publication | None = None) -> None:
         """See `Engine.write`."""
@@ -109,9 +110,11 @@ class PythonEngine:
                 run(requests, number)
 
         helpers: list[Future[None]] = []
+        # A forked child has none of the threads, and maybe a lock that nobody will let go of.
+        most = min(self._threads, len(requests)) if os.getpid() == self._pid else 1
         try:
             with contextlib.suppress(RuntimeError):  # no more threads: then there are fewer
-                for _ in range(min(self._threads, len(requests)) - 1):
+                for _ in range(most - 1):
                     helpers.append(self._pool.submit(work))
             work()
         finally:
@@ -121,27 +124,27 @@ class PythonEngine:
             if not helper.cancelled():
                 helper.result()
 
-    def _refuse_holes(self, transfer: Transfer, blocks: np.ndarray) -> None:
+    def _refuse_holes(self, transfer: Transfer) -> None:
         """A block is written whole, and a hole is never filled. So this needs no journal, and holds also when
-        somebody has deleted one.
-
-        Args:
-            blocks: neighbours in one file, in its order.
+        somebody has deleted one. It is asked once for all blocks before the next hole.
         """
-        fd, begins = int(transfer.fds[blocks[0]]), transfer.offsets[blocks]
-        ends = begins + transfer.block_bytes
-        at = 0
-        while at < len(blocks):
-            try:
-                hole = self._calls.seek_hole(fd, int(begins[at]))
-            except OSError as error:
-                if error.errno != errno.ENXIO:
-                    return  # this file system does not tell
-                hole = int(begins[at])  # behind the end of the file
-            at = int(np.searchsorted(ends, hole, "right"))
-            if at < len(blocks) and transfer.status[blocks[at]] == Reason.OK:
-                transfer.status[blocks[at]] = Reason.EVICTED
-            at += 1
+        order = np.lexsort((transfer.offsets, transfer.fds))
+        for fd in np.unique(transfer.fds).tolist():
+            blocks = order[transfer.fds[order] == fd]
+            begins = transfer.offsets[blocks]
+            ends = begins + transfer.block_bytes
+            at = 0
+            while at < len(blocks):
+                try:
+                    hole = max(int(begins[at]), self._calls.seek_hole(fd, int(begins[at])))
+                except OSError as error:
+                    if error.errno != errno.ENXIO:
+                        break  # this file system does not tell
+                    hole = int(begins[at])  # behind the end of the file
+                first = int(np.searchsorted(ends, hole, "right"))
+                at = int(np.searchsorted(begins, hole, "right"))  # what lies between blocks may be a hole
+                holey = blocks[first:at]
+                transfer.status[holey[transfer.status[holey] == Reason.OK]] = Reason.EVICTED
 
 
 def _move(

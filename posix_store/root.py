@@ -385,6 +385,12 @@ class StoreRoot:
         Yields False when it could not be had within `timeout` seconds. The kernel frees it when its
         holder dies. Raises `OSError` when the file system refuses.
         """
+        with self.locked_file(timeout, file) as fd:
+            yield fd is not None
+
+    @contextlib.contextmanager
+    def locked_file(self, timeout: float, file: str) -> Iterator[int | None]:
+        """Like `lock`; yields the descriptor of the file that is locked, which can be written to, or None."""
         path = os.path.join(self.path, file)
         try:
             fd = self.syscalls.open(path, os.O_RDWR | os.O_CREAT)
@@ -394,7 +400,7 @@ class StoreRoot:
             if self.syscalls.fstat(fd).st_dev != self._device:
                 # Going on would fill the file system below the mount point.
                 raise OSError(errno.ENODEV, "is not on the file system that was opened; was it unmounted?")
-            yield self.try_lock(fd, timeout)
+            yield fd if self.try_lock(fd, timeout) else None
         finally:
             close_quietly(self.syscalls, fd)
 

@@ -20,7 +20,8 @@ from posix_store.catalog import Catalog
 from posix_store.counters import Counters
 from posix_store.dumping import Dumper
 from posix_store.engine import Engine
-from posix_store.errors import Reason, StoreError
+from posix_store.errors import Reason, StoreError, require_positive
+from posix_store.eviction_stamp import EvictionWatch
 from posix_store.evictor import Evictor
 from posix_store.files import SegmentFiles
 from posix_store.health import Health
@@ -39,6 +40,7 @@ from posix_store.syscalls import Syscalls, close_quietly
 from posix_store.task import Task
 from posix_store.transfer import address_matrix
 from posix_store.upkeep import Upkeep
+from posix_store.wholeness import Wholeness
 from posix_store.writer import SegmentWriter
 
 logger = logging.getLogger(__name__)
@@ -120,12 +122,14 @@ class PosixStore:
     ) -> None:
         if not NAMESPACE_NAME.fullmatch(namespace):
             raise StoreError(f"namespace = {namespace!r}: must be 32 lower-case hex digits")
-        _positive(
+        require_positive(
             int,
             capacity=capacity, segment_bytes=segment_bytes, io_threads=io_threads,
             breaker_failures=breaker_failures, write_queue_bytes=write_queue_bytes,
         )  # fmt: skip
-        _positive(float, timeout=timeout, ttl=ttl, breaker_seconds=breaker_seconds, slow_seconds=slow_seconds)
+        require_positive(
+            float, timeout=timeout, ttl=ttl, breaker_seconds=breaker_seconds, slow_seconds=slow_seconds
+        )
         if min_free is not None and min_free < 0:
             raise StoreError(f"min_free = {min_free}: must be 0 or more bytes")
         chosen, gate = policy_named(policy), admission_named(admission)
@@ -161,8 +165,8 @@ class PosixStore:
         self._keeper: Keeper | None = None
         self._recency = Recency(self._catalog.index, self._writer, self._catalog.clock)
         self._loader = Loader(
-            self._catalog, self._files, self._writer, self.engine, self._recency, self.counters, calls,
-            self._must_verify(verify), self.io_mode,
+            self._catalog, self._files, self._writer, self.engine, self._recency, self.counters,
+            None if self._must_verify(verify) else self._wholeness(), self.io_mode,
         )  # fmt: skip
         self._dumper = Dumper(
             self._catalog, self._writer, self._files, self._space, self.evictor, self._recency, gate,
@@ -195,6 +199,11 @@ class PosixStore:
             self.root.path, self.root.file_system,
         )  # fmt: skip
         return True
+
+    def _wholeness(self) -> Wholeness:
+        if self.root.read_only_because is None:
+            self.evictor.stamp.make()
+        return Wholeness(self._catalog, self._files, EvictionWatch(self.root), self._calls)
 
     def _make_room_ahead(self) -> None:
         if self._keeper is not None and os.getpid() == self._pid:
@@ -317,29 +326,42 @@ class PosixStore:
             raise ValueError(f"{len(chain)} parents for {len(keys)} blocks")
         matrix, widths = address_matrix(addresses, sizes, len(keys))
         self._is_used()
-        known = self._catalog.index.contains(keys) if n_shards == 1 else np.zeros(len(keys), bool)
-        place = self.health.queue.admit(int(widths.sum()), int((~known).sum()))
-        rows = np.flatnonzero(known | (np.cumsum(~known) <= place.blocks))
+        length = int(widths.sum())
+        place = self.health.queue.admit(length, len(keys))
+        rows = None
+        if place.blocks < len(keys):  # what is stored already needs no place
+            place.release()
+            known = self._known(keys, n_shards)
+            place = self.health.queue.admit(length, len(keys) - int(np.count_nonzero(known)))
+            rows = np.flatnonzero(known | (np.cumsum(~known) <= place.blocks))
 
         def run() -> np.ndarray:
             deadline = time.monotonic() + self._timeout
-            status = np.full(len(keys), Reason.QUEUE, np.uint8)
             with place:
-                status[rows] = self._dumper.dump(
-                    keys[rows], which[rows], n_shards, chain[rows], matrix[rows], widths, deadline
-                )
-            self.counters.dumped(status[status == Reason.QUEUE], 0, int(widths.sum()))
+                if rows is None:
+                    status = self._dumper.dump(keys, which, n_shards, chain, matrix, widths, deadline)
+                else:
+                    status = np.full(len(keys), Reason.QUEUE, np.uint8)
+                    status[rows] = self._dumper.dump(
+                        keys[rows], which[rows], n_shards, chain[rows], matrix[rows], widths, deadline
+                    )
+                    self.counters.dumped(status[status == Reason.QUEUE], 0, length)
             if self._keeper is None:
                 self._recency.settle()
             return status
 
         def refuse() -> np.ndarray:
-            status = np.where(known, Reason.OK, Reason.BREAKER).astype(np.uint8)
+            stored = self._known(keys, n_shards)
+            status = np.where(stored, Reason.OK, Reason.BREAKER).astype(np.uint8)
             with place:
                 self.counters.dumped(status, 0, int(widths.sum()))
             return status
 
         return self._start(run, refuse, self.health.writes, self._dumps if background else None)
+
+    def _known(self, keys: np.ndarray, n_shards: int) -> np.ndarray:
+        """bool (n,): which blocks of a dump are sure to be stored already."""
+        return self._catalog.index.contains(keys) if n_shards == 1 else np.zeros(len(keys), bool)
 
     def load(self, ids: Ids, shards: Shards, buffers: Sequence[Any], *, background: bool = True) -> Task:
         """`load_data` into n writable buffers, or n sequences of k buffers (see `addresses_of`)."""
@@ -466,6 +488,7 @@ class PosixStore:
             self.engine.close()
         self._writer.close()
         self.evictor.close()
+        self._loader.close()
         self._files.close()
         served, self._served = self._served, None
         if served is not None:
@@ -476,9 +499,3 @@ class PosixStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _positive(kind: type, **settings: float | None) -> None:
-    for name, value in settings.items():
-        if value is not None and not (isinstance(value, int | kind) and 0 < value < float("inf")):
-            raise StoreError(f"{name} = {value!r}: must be a {kind.__name__} of more than 0")

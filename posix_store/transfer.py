@@ -74,7 +74,7 @@ def component_sizes(sizes: int | np.ndarray, addresses: np.ndarray) -> np.ndarra
         ValueError: shapes do not agree, or a size is not positive.
     """
     array = np.asarray(sizes, np.int64).reshape(-1)
-    if array.size == 1:
+    if array.size == 1 and addresses.shape[1] != 1:
         array = np.broadcast_to(array, (addresses.shape[1],))
     if array.shape != (addresses.shape[1],):
         raise ValueError(f"{array.size} component sizes for {addresses.shape[1]} addresses a block")

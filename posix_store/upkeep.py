@@ -84,7 +84,7 @@ class Upkeep:
             return
         self._evictor.let_go_of_deleted()
         chores: list[Callable[[], object]] = [self.make_room]
-        if self._is_due("flush", FLUSH_SECONDS):
+        if self._writer.noted_records or self._is_due("flush", FLUSH_SECONDS):
             chores += [self._recency.settle, self._writer.flush]
         if self._ttl is not None and self._is_due("expire", EXPIRE_SECONDS):
             chores.append(self.expire)

@@ -138,11 +138,13 @@ class SegmentWriter:
             OSError: the file system failed.
         """
         with contextlib.ExitStack() as stack:
-            with self._locked(deadline):
-                self._leave_parents_files()
-                if self._current is None:
-                    self._current = self._create()  # which finds out whether space can be preallocated
-            stack.enter_context(self._alone(deadline))
+            if self._current is None or self._pid != os.getpid():
+                with self._locked(deadline):
+                    self._leave_parents_files()
+                    if self._current is None:
+                        self._current = self._create()  # which finds out whether space can be preallocated
+            if not self._space.preallocates:
+                stack.enter_context(self._alone(deadline))
             with self._locked(deadline):
                 segment = self._writable(length)
                 promise = records * RECORD_BYTES
@@ -303,9 +305,13 @@ class SegmentWriter:
     @contextlib.contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
         """This writer's lock. Raises `NoSpace` when a sick disk holds up whoever has it for too long."""
-        with _held(self._lock, deadline):
+        if not self._lock.acquire(blocking=False):
+            _acquire(self._lock, deadline)
+        try:
             self._settle()
             yield
+        finally:
+            self._lock.release()
 
     def _alone(self, deadline: float) -> contextlib.AbstractContextManager[None]:
         """Where space cannot be preallocated, the store lock is held for a whole dump. Waiting for that with
@@ -417,10 +423,14 @@ class SegmentWriter:
 
 @contextlib.contextmanager
 def _held(lock: threading.Lock, deadline: float) -> Iterator[None]:
-    patience = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-    if not lock.acquire(timeout=patience):
-        raise NoSpace(Reason.TIMEOUT, f"other dumps held it up for {patience:.1f} s")
+    _acquire(lock, deadline)
     try:
         yield
     finally:
         lock.release()
+
+
+def _acquire(lock: threading.Lock, deadline: float) -> None:
+    patience = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+    if not lock.acquire(timeout=patience):
+        raise NoSpace(Reason.TIMEOUT, f"other dumps held it up for {patience:.1f} s")

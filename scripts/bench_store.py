@@ -5,7 +5,7 @@
         [--stores raw raw-crc ours-native ours-python hicache-file ucm-posix vllm-fs nixl-posix]
         [--peers all|there|none]
         [--sizes 64k 1m] [--batches 1 16 128] [--media tmpfs disk disk-direct] [--verify both] [--hog both]
-        [--rounds 7] [--operations transfers lookup open evict] [--checks lookup gil growth] [--dir DIRECTORY]
+        [--rounds 5] [--operations transfers lookup open evict] [--checks lookup gil growth] [--dir DIRECTORY]
     python scripts/bench_store.py --out DIRECTORY --report-only
 
 Run it with an interpreter that has this project; `scripts/env.sh bench` makes one that has matplotlib, too.
@@ -14,12 +14,13 @@ reported, not skipped.
 
 Writes to the output folder: results.json, a list of records (see `store_bench/records.py`); checks.json, what
 is no comparison of stores; about.json, the command, the machine and what could not run; report.md; *.png.
-Ends with status 1 when a store returned wrong bytes.
+Ends with status 1 when a store returned wrong bytes, 2 when the run was ended early.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -66,4 +67,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # So that what was measured with is deleted when the run is ended early.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

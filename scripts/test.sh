@@ -52,7 +52,9 @@ in_env() {
   PATH="$dir/bin:$PATH" VIRTUAL_ENV="$dir" "${@:2}"
 }
 
-core_suite() { in_env core python -m pytest -n 2 --dist loadfile --durations=10 -m "not sglang and not vllm and not soak"; }
+core_marks="not sglang and not vllm and not soak and not compiled"
+core_suite() { in_env core python -m pytest -n 2 --dist loadfile --durations=10 -m "$core_marks"; }
+compiled_suite() { in_env core python -m pytest --durations=3 -m compiled; }
 soak_suite() { in_env core python -m pytest --durations=3 -m soak; }
 sglang_suite() { UCM_REQUIRE_ENGINES=sglang in_env sglang python -m pytest --durations=10 -m sglang; }
 
@@ -61,9 +63,10 @@ if stage env-core env_ensure core; then
   stage format in_env core ruff format --check .
   stage types in_env core mypy
   stage core core_suite
+  stage compiled compiled_suite
   [ "$with_engines" = yes ] && stage soak soak_suite
 else
-  skipped lint format types core soak
+  skipped lint format types core compiled soak
 fi
 
 if [ "$with_engines" = yes ]; then

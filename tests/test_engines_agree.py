@@ -77,6 +77,22 @@ def test_a_hole_in_a_part_of_a_block(make: EngineMaker, files: list[int]) -> Non
     assert status.tolist() == [0, Reason.EVICTED, Reason.EVICTED, Reason.EVICTED, 0]
 
 
+@pytest.mark.parametrize(("begin", "length", "in_hole"), [
+    (4096, 4096, False), (4096, 4097, True), (8191, 1, False), (8192, 1, True),
+    (12287, 1, True), (12287, 2, True), (12288, 1, False),
+])  # fmt: skip
+def test_a_byte_in_a_hole(
+    make: EngineMaker, files: list[int], begin: int, length: int, in_hole: bool
+) -> None:
+    """The third of four pages is a hole: one byte of it is enough, and its neighbours are not in it."""
+    punched(files, np.array([False, False, True, False]))
+    blocks = Blocks.random(files[:1], [length], 1)
+    blocks.offsets[0] = begin
+    blocks.rows = blocks.on_disk()
+    status = load(make(), blocks, verify=False, find_holes=True).status
+    assert status.tolist() == [Reason.EVICTED if in_hole else Reason.OK]
+
+
 def test_holes_in_several_files_and_orders(make: EngineMaker, files: list[int]) -> None:
     blocks = Blocks.random(files[:3], [4096], 60, shuffled=True)
     missing = np.random.default_rng(1).random(60) < 0.4
@@ -84,6 +100,18 @@ def test_holes_in_several_files_and_orders(make: EngineMaker, files: list[int]) 
         os.ftruncate(fd, 60 * 4096)
     for block in np.flatnonzero(~missing).tolist():
         os.pwrite(int(blocks.fds[block]), blocks.rows[block], int(blocks.offsets[block]))
+    assert read_holes(make(), blocks) == np.flatnonzero(missing).tolist()
+
+
+def test_holes_between_blocks_are_nobodys(make: EngineMaker, files: list[int]) -> None:
+    """Space between blocks was never written: only a block that is itself in a hole is refused."""
+    blocks = Blocks.random(files[:2], [4000, 96], 40, shuffled=True)
+    blocks.offsets *= 3
+    missing = np.random.default_rng(2).random(40) < 0.3
+    for block in np.flatnonzero(~missing).tolist():
+        os.pwrite(int(blocks.fds[block]), blocks.rows[block], int(blocks.offsets[block]))
+    for fd in files[:2]:
+        os.ftruncate(fd, 130 * 4096)
     assert read_holes(make(), blocks) == np.flatnonzero(missing).tolist()
 
 

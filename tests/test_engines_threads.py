@@ -77,7 +77,7 @@ def long_read(fd: int, place: np.ndarray, times: int = 600) -> Transfer:
 # ---- The GIL ----
 
 
-def test_other_python_threads_run_during_a_read(make: EngineMaker, files: list[int]) -> None:
+def test_other_threads_run_during_a_read(make: EngineMaker, files: list[int]) -> None:
     """With the interpreter's own switching off, another thread runs only if the engine lets go of the GIL."""
     place = np.zeros(MIB, np.uint8)
     transfer = long_read(files[0], place)
@@ -298,12 +298,12 @@ class Raising(Syscalls):
 
 
 @pytest.mark.parametrize("kind", ["preadv", "seek_hole"])
-@pytest.mark.parametrize("raised", [RuntimeError("unforeseen"), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("raised", [RuntimeError("unforeseen"), KeyboardInterrupt()])
 def test_what_is_no_oserror_leaves_a_read(
     make: EngineMaker, wide: Blocks, kind: str, raised: BaseException
 ) -> None:
     """It comes out of the read, after which nothing writes to memory and the engine goes on working."""
-    calls = Raising(kind, raised, delay=0.02)
+    calls = Raising(kind, raised, delay=0.01)
     engine = make(calls)
     memory = wide.memory()
     with pytest.raises(type(raised)):
@@ -313,18 +313,18 @@ def test_what_is_no_oserror_leaves_a_read(
     assert not load(engine, wide).status.any()
 
 
-@pytest.mark.parametrize("kind", ["pwritev", "pwrite", "fstat"])
+@pytest.mark.parametrize("kind", ["pwritev", "pwrite"])
 def test_what_is_no_oserror_leaves_a_write(
     make: EngineMaker, files: list[int], wide: Blocks, kind: str
 ) -> None:
-    calls = Raising(kind, RuntimeError("unforeseen"), delay=0.02)
+    calls = Raising(kind, RuntimeError("unforeseen"), delay=0.01)
     engine = make(calls)
     memory = wide.filled()
     publication = publication_for(wide, engine.journal(files[1], JOURNAL_START))
     with pytest.raises(RuntimeError, match="unforeseen"):
         engine.write(wide.transfer(memory), soon(), publication)
     assert calls.running == 0, "a thread of the engine is still at work"
-    assert publication.done == (kind == "fstat"), "not done: nobody will ever see the records"
+    assert not publication.done, "nobody will ever see the records"
     calls.delay = 0
     assert not save(engine, wide).status.any()
 
@@ -392,12 +392,12 @@ def test_a_child_forked_while_others_read(make: EngineMaker, wide: Blocks) -> No
     for thread in threads:
         thread.start()
     try:
-        codes = [fork_and_read(engine, wide) for _ in range(12)]
+        codes = [fork_and_read(engine, wide) for _ in range(5)]
     finally:
         stop.set()
         for thread in threads:
             thread.join()
-    assert codes == [0] * 12
+    assert codes == [0] * 5
 
 
 def test_a_child_ends_as_usual(make: EngineMaker, folder: Path) -> None:
@@ -427,7 +427,7 @@ with open_files(folder, 1) as fds:
 # ---- Signals ----
 
 
-def test_signals_are_left_to_pythons_threads(files: list[int], wide: Blocks) -> None:
+def test_signals_are_left_to_other_threads(files: list[int], wide: Blocks) -> None:
     """No signal is delivered to a thread of the native engine, whatever the threads that started it take."""
     before = tasks()
     engine = engine_of("native", threads=4)

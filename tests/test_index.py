@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from posix_store.index import Entries, Index, Locations
+from posix_store.segment import PUT, RECORD, as_void
+from posix_store.shards import ShardAssembler
 
 FAMILIES = ("sequential", "low half only", "high half only", "equal halves", "top bits", "negated", "random")
 
@@ -91,9 +93,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.next_offset = 4096
         self.expired_before = float("-inf")
 
-    @initialize(sharded=st.sampled_from([1, 2, 5]))
-    def begin(self, sharded: int) -> None:
+    @initialize(sharded=st.sampled_from([1, 2, 5]), compiled=st.booleans())
+    def begin(self, sharded: int, compiled: bool) -> None:
         self.sharded = sharded
+        self.index = Index(compiled)
 
     def _place(self, segment: int, length: int, last_shard: int) -> Place:
         """A place in a segment where nothing has been before, as in a file that is only appended to."""
@@ -415,3 +418,58 @@ def test_dropping_a_segment_of_sharded_blocks_holds_up_nobody() -> None:
     assert index.drop_segment(0) == 3_200
     assert time.thread_time() - began < 0.5
     assert len(index) == 0 and index.bytes == 0
+
+
+def records_of(ids: np.ndarray, parents: np.ndarray, offset: int) -> np.ndarray:
+    """PUT records of blocks behind each other."""
+    records = np.zeros(len(ids), RECORD)
+    records["id"], records["parent"] = as_void(ids), as_void(parents)
+    records["offset"] = offset + 100 * np.arange(len(ids))
+    records["length"], records["kind"] = 100, PUT
+    records["payload_crc"] = np.arange(len(ids)) + 7
+    return records
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_blocks_just_stored_are_put_as_all_others(chained: bool) -> None:
+    """Issue 4: the short way of a dump leaves the same index as the general one, in rows used again too."""
+    rng = np.random.default_rng(3)
+    short, general = Index(), Index(compiled=False)
+    if not short.compiled:
+        pytest.skip("the native engine was not built")
+    for round_ in range(6):
+        ids = rng.integers(1, 2**63, (40, 2), np.uint64)
+        parents = np.zeros_like(ids)
+        if chained:
+            parents[1:], parents[0] = ids[:-1], rng.integers(1, 2**63, 2, np.uint64)
+        records = records_of(ids, parents, 4096 + 10_000 * round_)
+        assert short.put_new(records, round_, 50.0 + round_)
+        whole = ShardAssembler().complete("w", round_, records, np.full(len(ids), 50.0 + round_))
+        for entries in whole:
+            general.put(entries)
+        if round_ % 2:
+            assert short.drop_segment(round_ - 1) == general.drop_segment(round_ - 1)
+        assert not short.put_new(records, round_, 99.0), "known already"
+    assert (len(short), short.bytes) == (len(general), general.bytes)
+    for one, other in zip(flat(short.entries()), flat(general.entries()), strict=True):
+        assert np.array_equal(one, other)
+    wanted = np.concatenate([ids, rng.integers(1, 2**63, (9, 2), np.uint64)])
+    shards = np.zeros(len(wanted), np.uint16)
+    assert places(short.locate(wanted, shards)) == places(general.locate(wanted, shards))
+
+
+def test_what_is_no_chain_is_put_the_general_way() -> None:
+    index, ids = Index(), np.arange(1, 9, dtype=np.uint64).reshape(4, 2)
+    sharded = records_of(ids, np.zeros_like(ids), 4096)
+    sharded["last_shard"] = 1
+    assert not index.put_new(sharded, 0, 1.0)
+    assert not index.put_new(records_of(ids, ids[::-1].copy(), 4096), 0, 1.0)
+    assert not len(index)
+
+
+def flat(entries: Entries) -> list[np.ndarray]:
+    at = entries.at
+    return [
+        entries.ids, entries.shard, entries.parents, entries.stored, entries.used,
+        at.segment, at.offset, at.length, at.crc, at.last_shard,
+    ]  # fmt: skip

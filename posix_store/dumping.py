@@ -94,9 +94,10 @@ class Dumper:
     ) -> np.ndarray:
         """Store n blocks; uint8 (n,) of `Reason`. Arguments as in `PosixStore.dump_data`, normalised."""
         length = int(sizes.sum())
-        missing = ~self._stored(ids, shards, n_shards, length)
+        stored = self._stored(ids, shards, n_shards, length)
         repeats = _distinct(ids, shards)
-        if repeats is None and missing.all():  # nothing has to be picked out then
+        missing = ~stored
+        if repeats is None and not stored.any():  # nothing has to be picked out then
             status, written = self._store_new(ids, shards, n_shards, parents, addresses, sizes, deadline)
         else:
             status, written = np.zeros(len(ids), np.uint8), 0

@@ -35,7 +35,7 @@ from posix_store.policies import policy_named
 from posix_store.recency import Recency
 from posix_store.reports import StoreStats, VerifyReport, store_stats, verify_blocks
 from posix_store.root import StoreRoot
-from posix_store.segment import NAMESPACE_NAME, SegmentName
+from posix_store.segment import MAX_SHARDS, NAMESPACE_NAME, SegmentName
 from posix_store.syscalls import Syscalls, close_quietly
 from posix_store.task import Task
 from posix_store.transfer import address_matrix
@@ -318,8 +318,9 @@ class PosixStore:
         """
         keys = as_ids(ids)
         which = as_shards(shards, len(keys))
-        as_shards(n_shards - 1, 1)
-        if which.size and int(which.max()) >= n_shards:
+        if not 0 < n_shards <= MAX_SHARDS:
+            raise ValueError(f"n_shards = {n_shards}: must be in 1..{MAX_SHARDS}")
+        if shards is not None and which.size and int(which.max()) >= n_shards:
             raise ValueError(f"shard {int(which.max())} of {n_shards}")
         chain = np.zeros_like(keys) if parents is None else as_ids(parents)
         if len(chain) != len(keys):

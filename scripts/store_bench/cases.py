@@ -41,7 +41,7 @@ class Case:
     @property
     def reserve(self) -> int:
         """Bytes that a turn writes, at most."""
-        batches = self.depth + (1 if "load-interleaved" in self.loads else 0)
+        batches = self.depth + 1 + (1 if "load-interleaved" in self.loads else 0)
         return self.block_bytes * max(batches * self.batch + 1, self.keys + self.batch)
 
     @property

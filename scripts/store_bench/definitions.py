@@ -13,8 +13,10 @@ DEFINITIONS = """\
   is faster.
 * **dump**: a batch of blocks that the store does not have, from page-aligned anonymous memory that was
   touched before. It ends when the store says that the blocks are stored: in the page cache (buffered) or
-  written (direct); no store calls `fsync`. The first block of a turn, which makes files and directories, is
-  not timed, and 50 ms pass after it.
+  written (direct); no store calls `fsync`. The first batch of a turn, which makes files and directories, is
+  not timed. After it and after each dump twice the time passes that it took, and 50 ms at least: a server
+  computes between two batches, and a store may get space ready meanwhile. **dump-sustained**: dumps that
+  follow each other at once.
 * **load**: a batch in the order in which it was dumped. **load-shuffled**: the same blocks in random order.
   **load-interleaved**: each next block from another of 8 dumped batches (of batches an eighth as large where
   a turn has fewer than 8). What is loaded was just dumped: it is in the page cache, unless I/O is direct.

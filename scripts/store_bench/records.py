@@ -18,7 +18,7 @@ FIELDS = (
 )  # fmt: skip
 """What every record has. For what moves no blocks, `gbytes_per_s` is null and there is `keys_per_s`."""
 
-_MOVES = ("dump", "load", "load-shuffled", "load-interleaved", "dump-evicting")
+_MOVES = ("dump", "dump-sustained", "load", "load-shuffled", "load-interleaved", "dump-evicting")
 
 
 def records(measured: Sequence[Measured]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from store_bench.targets import Verdict, verdicts
 
 Records = Sequence[dict[str, Any]]
 Column = tuple[str, bool]
-_TRANSFERS = ("dump", "load", "load-shuffled", "load-interleaved")
+_TRANSFERS = ("dump", "dump-sustained", "load", "load-shuffled", "load-interleaved")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -82,23 +82,35 @@ def run_turn(store: StoreUnderTest, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warm(store: StoreUnderTest, source: random.Random) -> None:
-    """One block that is not timed, and a pause: what a store does once in its life is not a batch's cost."""
-    store.dump(store.prepare_dump(new_ids(source, 1)))
-    time.sleep(_PAUSE_SECONDS)
+    """A batch that is not timed, and a pause: what a store does once in its life is not a batch's cost."""
+    started = time.perf_counter()
+    store.dump(store.prepare_dump(new_ids(source, store.blocks.count)))
+    _pause(time.perf_counter() - started)
+
+
+def _pause(seconds: float) -> None:
+    """After work that took `seconds`: a server computes between two batches, and stores may use that time."""
+    time.sleep(max(_PAUSE_SECONDS, 2 * min(seconds, _MOST_SECONDS)))
 
 
 def transfers(store: StoreUnderTest, plan: dict[str, Any], source: random.Random, clock: Clock) -> None:
-    """Up to `depth` dumps of new batches, then loads of them in each of the orders `loads`."""
+    """Up to `depth` dumps of new batches, then loads of them in each of the orders `loads`.
+
+    There is a pause behind each dump of the first half; those of the second half follow each other at once.
+    """
     batch = store.blocks.count
     _warm(store, source)
     batches: list[list[bytes]] = []
-    for _ in range(plan["depth"]):
-        ids = new_ids(source, batch)
-        store.blocks.stamp(ids)
-        clock.time("dump", store.dump, store.prepare_dump(ids))
-        batches.append(ids)
-        if clock.has_enough("dump"):
-            break
+    for operation, count in (("dump", -(-plan["depth"] // 2)), ("dump-sustained", plan["depth"] // 2)):
+        for _ in range(count):
+            ids = new_ids(source, batch)
+            store.blocks.stamp(ids)
+            clock.time(operation, store.dump, store.prepare_dump(ids))
+            batches.append(ids)
+            if operation == "dump":
+                _pause(clock.samples["dump"][-1])
+            if clock.has_enough(operation):
+                break
     check = plan.get("check", False)
     for operation in plan["loads"]:
         for number, (rows, ids) in enumerate(_orders(operation, store, batches, source, check)):

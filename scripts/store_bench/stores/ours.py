@@ -36,7 +36,10 @@ def open_store(root: str, engine: str, io_mode: str, **settings: Any) -> Any:
 class Ours(StoreUnderTest):
     """Packed ids and an address matrix in, in the calling thread, with the maintenance thread at work."""
 
-    preallocated = "as the store does it: it takes space in large pieces, in the dumps that need it"
+    preallocated = (
+        "ahead of the dumps by the store's background thread, where there is a pause between them; sustained "
+        "dumps outrun it and take space in large pieces themselves"
+    )
 
     def __init__(self, spec: Spec, *, engine: str) -> None:
         super().__init__(spec)

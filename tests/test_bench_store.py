@@ -191,7 +191,8 @@ def test_a_turn_times_every_operation(tmp_path: Path, depth: int) -> None:
     samples = run_turn(shelf(tmp_path), plan(depth))["ways"][""]["samples"]
     interleaved = 8 if depth == 8 else 2
     assert {name: len(times) for name, times in samples.items()} == {
-        "dump": depth // 2, "dump-sustained": depth // 2, "load": depth, "load-shuffled": depth, "load-interleaved": interleaved,
+        "dump": depth // 2, "dump-sustained": depth // 2,
+        "load": depth, "load-shuffled": depth, "load-interleaved": interleaved,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from store_bench.hog import Hog, hogged
+from store_bench.memory import get_memory_from_the_host
 from store_bench.stores.base import StoreUnderTest
 
 INTERLEAVED_BATCHES = 8
@@ -70,6 +71,7 @@ def run_turn(store: StoreUnderTest, plan: dict[str, Any]) -> dict[str, Any]:
         gc.collect()
         gc.disable()
         try:
+            get_memory_from_the_host(store.spec.reserve + store.spec.reserve // 4)
             store.begin()
             with hogged(plan.get("hog", False)) as hog:
                 clock = Clock(hog)

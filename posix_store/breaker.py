@@ -117,6 +117,11 @@ class Breaker:
             return self._in_a_row
 
     def _begin(self, operation: Operation) -> None:
+        with self._lock:
+            now = self._clock()
+            if self._open_until is None and now < self._next_overdue:  # the usual case
+                self._let_through(operation, now)
+                return
         with self._step() as now:
             if self._open_until is not None:
                 if not self._probe_due(now):
@@ -124,11 +129,18 @@ class Breaker:
                     return
                 self._probe = operation
                 operation.probe = True
-            operation.begin(now)
-            self._running[operation] = None
-            self._next_overdue = min(self._next_overdue, operation.overdue_at)
+            self._let_through(operation, now)
 
     def _end(self, operation: Operation) -> None:
+        with self._lock:
+            now = self._clock()
+            well = not operation.counted and not operation.problem(now)
+            if well and self._open_until is None and now < self._next_overdue:  # the usual case
+                del self._running[operation]
+                self._next_overdue = min((running.overdue_at for running in self._running), default=math.inf)
+                if operation.moved:
+                    self._in_a_row = 0
+                return
         with self._step(ending=operation) as now:
             if not operation.counted:
                 why = operation.problem(now)
@@ -140,6 +152,11 @@ class Breaker:
                 self._probe = None
 
     # -- callers hold the lock ----------------------------------------------------------------------
+
+    def _let_through(self, operation: Operation, now: float) -> None:
+        operation.begin(now)
+        self._running[operation] = None
+        self._next_overdue = min(self._next_overdue, operation.overdue_at)
 
     @contextmanager
     def _step(self, ending: Operation | None = None) -> Iterator[float]:

@@ -16,7 +16,7 @@ from posix_store.index import Index
 from posix_store.segment import touch_records
 from posix_store.writer import SegmentWriter
 
-_MOST_WAITING = 256
+_MOST_WAITING = 2048
 """Batches of which the uses may wait for `settle`."""
 NOTE_SECONDS = 60.0
 """A block's uses are written down at most so often."""
@@ -54,19 +54,23 @@ class Recency:
         """Note for the journal what `used` was told, if its time has come."""
         with self._lock:
             used, self._used = self._used, []
-        for ids, now in used:
-            self._settle(np.unique(ids, axis=0), now)
-
-    def _settle(self, ids: np.ndarray, now: float) -> None:
-        above = parent_rows(ids, self._index.touch(ids, now))
-        is_last = np.ones(len(ids), bool)
-        is_last[above[above >= 0]] = False
+        if not used:
+            return
+        used.reverse()  # of equal ids the first, which is the last use, counts
+        every = np.concatenate([ids for ids, _ in used])
+        when = np.repeat([now for _, now in used], [len(ids) for ids, _ in used])
+        ids, first = np.unique(every, axis=0, return_index=True)
+        when = when[first]
+        above = parent_rows(ids, self._index.touch(ids, when))
+        behind = np.full(len(ids), -np.inf)
+        np.maximum.at(behind, above[above >= 0], when[above >= 0])
+        is_last = behind < when  # no block behind it was used as late
         with self._lock:
-            self._forget_old(now)
+            self._forget_old(used[0][1])
             due = [i for i in np.flatnonzero(is_last).tolist() if ids[i].tobytes() not in self._noted]
-            self._noted.update((ids[i].tobytes(), now) for i in due)
+            self._noted.update((ids[i].tobytes(), when[i]) for i in due)
         if due:
-            self._writer.note(touch_records(ids[due], np.full(len(due), now)))
+            self._writer.note(touch_records(ids[due], when[due]))
 
     def parents_used(self, parents: np.ndarray) -> None:
         """Blocks were stored behind these (uint64 (n, 2)), which must not leave as if nothing followed."""

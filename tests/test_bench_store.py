@@ -289,6 +289,7 @@ def run_bench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return bench_store.main()
 
 
+@pytest.mark.compiled
 def test_a_tiny_run_writes_everything(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raw_loop: RawLoop
 ) -> None:

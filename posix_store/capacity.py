@@ -229,7 +229,8 @@ class SpaceKeeper:
                     # (GlusterFS.) Others would not see what was promised here, and promise it again.
                     self._cannot_preallocate("what is preallocated is not counted")
                     # Nobody would see it, and nobody give it back.
-                    self._root.syscalls.ftruncate(file.fd, self._root.syscalls.fstat(file.fd).st_size)
+                    size = 0 if file.sized else self._root.syscalls.fstat(file.fd).st_size
+                    self._root.syscalls.ftruncate(file.fd, size)
                     return
                 file.allocated = max(file.allocated, end)
                 return

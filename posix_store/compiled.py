@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 native: ModuleType | None
 why_not = ""
 """Why `native` is None."""
 try:
-    from posix_store import _native as native  # type: ignore[attr-defined,no-redef]
+    native = import_module("posix_store._native")
 except ImportError as _error:
     native, why_not = None, str(_error)

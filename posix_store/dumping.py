@@ -236,7 +236,9 @@ class Dumper:
                 publication = None
                 if self._may_be_published_at_once(records):
                     publication = Publication(extent.segment.tail, records)
+                extent.named = publication is not None  # an exception may come just behind the append
                 self._engine.write(transfer, deadline, publication)
+                extent.named = publication is not None and publication.done
                 if self._io_mode.drops and not direct:
                     self._files.drop_behind(fd, extent.offset, extent.length)
                 if publication is not None and publication.error is not None:
@@ -283,7 +285,7 @@ class Dumper:
         new = good & ~self._stored_meanwhile(records, extent.length // len(records))
         if not new.any():
             raise _NothingNew
-        if not self._writer.publish(extent.segment, records[new], deadline):
+        if not self._writer.publish(extent, records[new], deadline):
             raise _Deleted
         return int(new.sum())
 

@@ -29,7 +29,8 @@ def as_ids(ids: Ids) -> np.ndarray:
         data = np.frombuffer(b"".join(items), np.uint8)
     if data.size % ID_BYTES:
         raise ValueError(f"{data.size} bytes of ids are not a multiple of {ID_BYTES}")
-    return data.view(np.uint64).reshape(-1, 2)
+    halves = data.view(np.uint64).reshape(-1, 2)
+    return halves if halves.flags.aligned else halves.copy()
 
 
 def as_shards(shards: int | Sequence[int] | np.ndarray | None, count: int) -> np.ndarray:

@@ -7,6 +7,7 @@ runs Python. Here it waits once a batch.
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 from typing import Any
@@ -52,11 +53,16 @@ def engine_named(name: str, calls: Syscalls, threads: int) -> Engine:
         raise StoreError(f"engine = {name!r}: unknown; name one of {', '.join(ENGINES)}")
     if name == "python" or (name == "auto" and native is None):
         if name == "auto":
-            logger.warning("posix_store: %s", _advice())
+            _warn_once()
         return PythonEngine(calls, threads)
     if native is None:
         raise StoreError(f"engine = 'native': {_advice()}")
     return NativeEngine(calls, threads)
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning("posix_store: %s", _advice())
 
 
 def _advice() -> str:

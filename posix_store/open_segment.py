@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 
@@ -54,9 +55,14 @@ class OpenSegment:
         self.promised = 0
         self._calls = calls
         self._direct_fd: int | None = None
+        self._direct_lock = threading.Lock()
 
     def direct_fd(self) -> int:
-        """A descriptor of the data file that goes around the page cache. Raises `OSError`."""
+        """A descriptor of the data file that goes around the page cache. Thread-safe. Raises `OSError`."""
+        with self._direct_lock:
+            return self._open_direct()
+
+    def _open_direct(self) -> int:
         if self._direct_fd is None:
             fd = self._calls.open(self.data.path, os.O_WRONLY)
             try:
@@ -99,16 +105,21 @@ class OpenSegment:
         if self.journal_end == RECORD_BYTES:
             discard(self._calls, [self.data, self.journal])
             return False
+        # The data first: what lies behind the end of a sealed segment is given back by nobody.
+        self._cut(self.data, self.cursor)
         if not self.broken:
             with contextlib.suppress(OSError):
                 self.append(seal_record(), time.monotonic() + LOCK_TIMEOUT)
                 self.info.sealed = True
-        for file, end in ((self.data, self.cursor), (self.journal, self.journal_end)):
-            with contextlib.suppress(OSError):
-                # Also frees what was preallocated behind the end, which punching does not on ext4.
-                self._calls.ftruncate(file.fd, min(end, self._calls.fstat(file.fd).st_size))
+        self._cut(self.journal, self.journal_end)
+        for file in (self.data, self.journal):
             close_quietly(self._calls, file.fd)
         return True
+
+    def _cut(self, file: GrownFile, end: int) -> None:
+        """Also frees what was preallocated behind the end, which punching does not on ext4."""
+        with contextlib.suppress(OSError):
+            self._calls.ftruncate(file.fd, min(end, self._calls.fstat(file.fd).st_size))
 
 
 def create_segment(

@@ -52,13 +52,15 @@ _LOOK_SECONDS = 0.5
 """How often a writer asks whether somebody has deleted its files before it writes into them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Extent:
     """Space for one batch: `offset` is 4 KiB-aligned in the segment."""
 
     segment: OpenSegment
     offset: int
     length: int
+    named: bool = False
+    """May a record in the journal name it? Then it is never given back: somebody may load from it."""
 
     @property
     def fd(self) -> int:
@@ -130,8 +132,8 @@ class SegmentWriter:
     def extent(self, length: int, records: int, deadline: float = float("inf")) -> Iterator[Extent]:
         """An extent of `length` bytes for a batch of `records` blocks, for the body of the `with`.
 
-        If the body raises, the extent is given back. It does not wait for other dumps beyond `deadline`, in
-        `time.monotonic()` seconds.
+        If the body raises, an extent that is not `named` is given back. It does not wait for other dumps
+        beyond `deadline`, in `time.monotonic()` seconds.
 
         Raises:
             NoSpace: the batch must go unstored.
@@ -161,7 +163,7 @@ class SegmentWriter:
             try:
                 yield extent
             except BaseException:
-                self._ended.append((segment, promise, extent))
+                self._ended.append((segment, promise, None if extent.named else extent))
                 raise
             else:
                 self._ended.append((segment, promise, None))
@@ -170,8 +172,8 @@ class SegmentWriter:
                 with contextlib.suppress(NoSpace), self._locked(max(deadline, time.monotonic() + 0.1)):
                     self._settle()
 
-    def publish(self, segment: OpenSegment, records: np.ndarray, deadline: float = float("inf")) -> bool:
-        """Append records to a segment's journal: from its return on, everybody can see them.
+    def publish(self, extent: Extent, records: np.ndarray, deadline: float = float("inf")) -> bool:
+        """Append an extent's records to its journal: from its return on, everybody can see them.
 
         False when the segment has been deleted or refused meanwhile: nobody will.
 
@@ -180,10 +182,16 @@ class SegmentWriter:
             OSError: the records could not all be written; then none of them will ever be visible.
         """
         # One step for all dumps: shards of a block that are dumped at once must agree on their copy.
+        segment = extent.segment
         with self._locked(deadline):
             self._append_noted(segment)
             self._catalog.assign_copies(segment.info, records)
-            self._append(segment, records, deadline)
+            extent.named = True  # also when an exception of another kind comes in between
+            try:
+                self._append(segment, records, deadline)
+            except OSError:
+                extent.named = len(records) > MAX_BATCH_RECORDS  # several appends
+                raise
             if segment.deleted():
                 return False
             return self._catalog.publish_own(segment.info, records)
@@ -235,6 +243,7 @@ class SegmentWriter:
             self._leave_parents_files()
             if self._current is not None and self._current.journal_end > _MAX_JOURNAL_BYTES:
                 self._retire()
+            self._looked_at = float("-inf")  # nobody asks afterwards
             segment = self._writable(0, urgent=True)
             ends = [(segment.journal, self._journal_end(segment) + len(records) * RECORD_BYTES)]
             with self._space.reserve(ends, urgent=True):
@@ -245,6 +254,8 @@ class SegmentWriter:
         """Is there little space left that is reserved already?"""
         segment = self._current
         if segment is None or segment.data.allocated - segment.cursor >= self._ahead() // 2:
+            return False
+        if segment.data.allocated >= self._most_bytes() // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT:
             return False
         return time.monotonic() > self._reserve_after
 

@@ -17,13 +17,16 @@ import pytest
 from faults import Fault, FaultySyscalls
 from storekit import PAGE, dump, ids_of, load, open_store, payloads
 
-from posix_store import PosixStore, Reason, StoreError, io_mode
+from posix_store import PosixStore, Reason, StoreError, compiled, io_mode
 from posix_store.buffers import scratch
 from posix_store.syscalls import Syscalls
 
 LENGTH = 2 * PAGE
 COUNT = 24
-ENGINES = ("native", "python")
+ENGINES = (
+    pytest.param("native", marks=pytest.mark.skipif(compiled.native is None, reason=compiled.why_not)),
+    "python",
+)
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ DEFINITIONS = """\
   not timed. After it and after each dump twice the time passes that it took, and 50 ms at least: a server
   computes between two batches, and a store may get space ready meanwhile. **dump-sustained**: dumps that
   follow each other at once.
-  Before a turn as much memory as it needs is touched and let go of, since the host of a virtual machine gives
-  it back slowly once it was unused.
 * **load**: a batch in the order in which it was dumped. **load-shuffled**: the same blocks in random order.
   **load-interleaved**: each next block from another of 8 dumped batches (of batches an eighth as large where
   a turn has fewer than 8). What is loaded was just dumped: it is in the page cache, unless I/O is direct.

@@ -23,19 +23,6 @@ def anonymous(size: int) -> np.ndarray:
     return memory
 
 
-def get_memory_from_the_host(size: int) -> None:
-    """Touch `size` bytes and let go of them, so that what is allocated next is memory that the machine has.
-
-    A virtual machine's host takes free memory away and gives it back page by page when it is touched, at a
-    fraction of the speed of memory. Whoever comes first would pay for it.
-    """
-    area = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = np.frombuffer(area, np.uint8)
-    memory[:: mmap.PAGESIZE] = 1
-    del memory
-    area.close()
-
-
 class Blocks:
     """`count` blocks in memory, each of one or more components; component j is uint8 (count, size_j).
 

@@ -89,15 +89,15 @@ class Loader:
             self._whole.close()
 
     def prefetch(self, ids: np.ndarray) -> None:
-        """Start read-ahead of whole blocks."""
+        """Start read-ahead of whole blocks into the page cache; nothing where loads go around it."""
+        if self._io_mode.direct:
+            return
         at = self._catalog.locate(ids, np.zeros(len(ids), np.uint16))
         at = at.take(at.present)
         with self._files.opened(np.unique(at.segment).tolist()) as (fds, _):
-            for number, fd in fds.items():
-                of = at.segment == number
-                start = int(at.offset[of].min())
-                end = int((at.offset + at.length)[of].max())
-                self._files.read_ahead(fd, start, end - start)
+            for number, start, end in runs(at.segment, at.offset, at.length):
+                if number in fds:
+                    self._files.read_ahead(fds[number], start, end - start)
 
     def _locate(self, ids: np.ndarray, shards: np.ndarray) -> tuple[Known | None, Locations]:
         """Where blocks are, and what tells that they are whole, if something does."""
@@ -159,7 +159,7 @@ class Loader:
             transfer = Transfer.of(addresses, sizes, fd_of, at.offset, at.crc, direct)
             self._engine.read(transfer, deadline, self._whole is None, find_holes)
             if self._io_mode.drops and not direct:
-                for fd, start, end in runs(transfer):
+                for fd, start, end in runs(transfer.fds, transfer.offsets, transfer.block_bytes):
                     self._files.drop_behind(fd, start, end - start)
         status[opened] = transfer.status
         return status, opened, transfer.error

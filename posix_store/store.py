@@ -123,8 +123,7 @@ class PosixStore:
         if not NAMESPACE_NAME.fullmatch(namespace):
             raise StoreError(f"namespace = {namespace!r}: must be 32 lower-case hex digits")
         require_positive(
-            int,
-            capacity=capacity, segment_bytes=segment_bytes, io_threads=io_threads,
+            int, capacity=capacity, segment_bytes=segment_bytes, io_threads=io_threads,
             breaker_failures=breaker_failures, write_queue_bytes=write_queue_bytes,
         )  # fmt: skip
         require_positive(
@@ -166,7 +165,7 @@ class PosixStore:
         self._recency = Recency(self._catalog.index, self._writer, self._catalog.clock)
         self._loader = Loader(
             self._catalog, self._files, self._writer, self.engine, self._recency, self.counters,
-            None if self._must_verify(verify) else self._wholeness(), self.io_mode,
+            self._wholeness(verify), self.io_mode,
         )  # fmt: skip
         self._dumper = Dumper(
             self._catalog, self._writer, self._files, self._space, self.evictor, self._recency, gate,
@@ -191,16 +190,16 @@ class PosixStore:
         if stale is not None:
             close_quietly(self._calls, stale)
 
-    def _must_verify(self, verify: bool) -> bool:
-        if verify or not may_be_shared(self.root.file_system):
-            return verify
-        logger.warning(
-            "posix_store %s: verify = False has no effect on %s, where evictions may be noticed late",
-            self.root.path, self.root.file_system,
-        )  # fmt: skip
-        return True
-
-    def _wholeness(self) -> Wholeness:
+    def _wholeness(self, verify: bool) -> Wholeness | None:
+        """What makes sure of loads in the place of checksums; None: checksums do."""
+        if verify:
+            return None
+        if may_be_shared(self.root.file_system):
+            logger.warning(
+                "posix_store %s: verify = False has no effect on %s, where evictions may be noticed late",
+                self.root.path, self.root.file_system,
+            )  # fmt: skip
+            return None
         if self.root.read_only_because is None:
             self.evictor.stamp.make()
         return Wholeness(self._catalog, self._files, EvictionWatch(self.root), self._calls)
@@ -352,10 +351,9 @@ class PosixStore:
             return status
 
         def refuse() -> np.ndarray:
-            stored = self._known(keys, n_shards)
-            status = np.where(stored, Reason.OK, Reason.BREAKER).astype(np.uint8)
+            status = np.where(self._known(keys, n_shards), Reason.OK, Reason.BREAKER).astype(np.uint8)
             with place:
-                self.counters.dumped(status, 0, int(widths.sum()))
+                self.counters.dumped(status, 0, length)
             return status
 
         return self._start(run, refuse, self.health.writes, self._dumps if background else None)

@@ -101,15 +101,14 @@ def address_matrix(
     return matrix, component_sizes(sizes, matrix)
 
 
-def runs(transfer: Transfer) -> list[tuple[int, int, int]]:
-    """(file, begin, end) of each run of neighbouring blocks."""
-    order = np.lexsort((transfer.offsets, transfer.fds))
-    fds, begins = transfer.fds[order], transfer.offsets[order]
-    ends = begins + transfer.block_bytes
+def runs(files: np.ndarray, begins: np.ndarray, lengths: np.ndarray | int) -> list[tuple[int, int, int]]:
+    """(file, begin, end) of each run of neighbours among n blocks, given their files, offsets and lengths."""
+    order = np.lexsort((begins, files))
+    files, begins, ends = files[order], begins[order], (begins + lengths)[order]
     first = np.ones(len(order), bool)
-    first[1:] = (fds[1:] != fds[:-1]) | (begins[1:] != ends[:-1])
+    first[1:] = (files[1:] != files[:-1]) | (begins[1:] != ends[:-1])
     last = np.roll(first, -1)
-    return list(zip(fds[first].tolist(), begins[first].tolist(), ends[last].tolist(), strict=True))
+    return list(zip(files[first].tolist(), begins[first].tolist(), ends[last].tolist(), strict=True))
 
 
 @dataclass

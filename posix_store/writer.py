@@ -204,7 +204,7 @@ class SegmentWriter:
         return self._catalog.publish_own(segment.info, records)
 
     def note(self, records: np.ndarray) -> None:
-        """Append EVICT or TOUCH records (`RECORD` array) with what is stored next, or at the next `flush`.
+        """Append EVICT or TOUCH records (`RECORD` array) at the next `flush`, or before what comes next.
 
         So a process that only loads never writes. Never waits for the disk. Best effort: of a great many,
         the oldest are forgotten.

@@ -236,6 +236,29 @@ def test_page_cache_drop(root: Path, engine: str) -> None:
         assert calls.counts["fadvise"] == before
 
 
+def test_prefetch_reads_ahead_what_was_asked_for(root: Path) -> None:
+    """Issue 4: a range for each run of blocks, not all that lies between them; nothing with direct I/O."""
+    ranges: list[tuple[int, int]] = []
+
+    class Noting(Syscalls):
+        def fadvise(self, fd: int, offset: int, length: int, advice: int) -> None:
+            assert advice == os.POSIX_FADV_WILLNEED
+            ranges.append((offset, length))
+
+    ids = ids_of(11, COUNT)
+    with open_store(root, syscalls=Noting()) as store:
+        assert not Aligned().dump(store, ids).any()
+        wanted = [7, 0, 1, 20]
+        store.prefetch(ids[wanted])
+    assert sorted(ranges) == [
+        (PAGE, 2 * LENGTH), (PAGE + 7 * LENGTH, LENGTH), (PAGE + 20 * LENGTH, LENGTH),
+    ]  # fmt: skip
+    ranges.clear()
+    with open_store(root, io_mode="direct", syscalls=Noting()) as store:
+        store.prefetch(ids)
+    assert not ranges
+
+
 @pytest.mark.parametrize(("key", "value"), [("io_mode", "fast"), ("page_cache", "yes"), ("engine", "rust")])
 def test_unknown_names(root: Path, key: str, value: str) -> None:
     with pytest.raises(StoreError, match=rf"{key} = '{value}'.*unknown"):
